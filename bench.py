@@ -1,15 +1,16 @@
 """Where the time and the memory go: training steps, and memory by arithmetic.
 
-    python bench.py step config/gpt2_124m.py [--key=value ...]             # GPUs (torchrun), or the CPU
-    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80      # memory of a run; needs no GPU
-    python bench.py memory --init_from=hf:NAME_OR_FOLDER                   # of a run from others' weights
-    python bench.py snapshot a.pickle b.pickle --names=before,after        # draws what step --snapshot wrote
+    python bench.py step config/gpt2_124m.py [--key=value ...]  # GPUs (torchrun), or the CPU
+    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80  # of a run; needs no GPU
+    python bench.py memory --init_from=hf:NAME_OR_FOLDER  # of a run from others' weights
+    python bench.py snapshot a.pickle b.pickle --names=a,b  # draws what step --snapshot wrote
 
-`step` builds what train.py builds and feeds it random tokens with the frequencies of text. It prints the
-median step, the GPU time by kind of kernel, and the floor: every GEMM and attention kernel timed alone.
---trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU too. --snapshot=FILE writes
-what the GPU's memory held from the start on, for pytorch.org/memory_viz or `bench.py snapshot`.
-`python bench.py COMMAND --help` lists a command's settings; measure/COMMAND.py is its code.
+`step` builds what train.py builds and feeds it random tokens with the frequencies of text. It
+prints the median step, the GPU time by kind of kernel, and the floor: every GEMM and attention
+kernel timed alone. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU
+too. --snapshot=FILE writes what the GPU's memory held from the start on, for pytorch.org/memory_viz
+or `bench.py snapshot`. `python bench.py COMMAND --help` lists a command's settings;
+measure/COMMAND.py is its code.
 """
 
 import importlib
@@ -26,12 +27,12 @@ from system.errors import UserError
 @dataclass
 class StepConfig(Config):
     # Measurement
-    steps: int = 50  # steps timed; 0: none, with --settle=0 --breakdown=False only the first step runs
+    steps: int = 50  # steps timed; 0: none, with --settle=0 --breakdown=False only the first runs
     settle: int = 5  # warm-up steps before them
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
     breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
-    snapshot: str | None = None  # write the history of the first GPU's memory to this file, at an error too
+    snapshot: str | None = None  # writes the first GPU's memory history to this file
 
 
 @dataclass
@@ -53,7 +54,9 @@ COMMANDS = {"step": StepConfig, "memory": MemoryConfig, "snapshot": SnapshotConf
 
 
 def with_shape(given):
-    """The `given` settings of `memory` and the shape of Hugging Face weights; fetches config.json alone."""
+    """The `given` settings of `memory` and the shape of Hugging Face weights;
+    fetches config.json alone.
+    """
     try:
         return adopt(given, ["config.json"])
     except UserError as error:
@@ -68,7 +71,8 @@ def main(name, cfg):
     if name == "step":
         from scale import parallel
 
-        parallel.stop()  # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
+        # after measure's locals are gone: FSDP2 modules alive at this point may make it hang
+        parallel.stop()
 
 
 if __name__ == "__main__":
@@ -79,5 +83,8 @@ if __name__ == "__main__":
         cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
         run(partial(main, name), cfg)
     else:
-        print(f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help", file=sys.stderr)
+        print(
+            f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help",
+            file=sys.stderr,
+        )
         sys.exit(2)

@@ -1,9 +1,11 @@
-"""Settings of every script: dataclass defaults <- config file(s) <- --key=value, in the order given.
+"""Settings of every script: dataclass defaults <- config file(s) <- --key=value, in the order
+given.
 
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
-`--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python: it may
-import and compute, and names that start with `_` are not settings. All mistakes are reported at once.
+`--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python:
+it may import and compute, and names that start with `_` are not settings. All mistakes are reported
+at once.
 """
 
 import ast
@@ -37,18 +39,21 @@ def parse(cls, check=lambda cfg: None, complete=dict):
 
 
 def run(main, cfg):
-    """Runs main(cfg), which may return an exit code, as a script; cfg: from `parse`, or a class to parse."""
+    """Runs main(cfg), which may return an exit code, as a script;
+    cfg: from `parse`, or a class to parse.
+    """
     if isinstance(cfg, type):
         cfg = parse(cfg)
     errors.run(main, cfg)
 
 
 def configure(cls, argv, check=lambda cfg: None, complete=dict):
-    """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all mistakes.
+    """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all
+    mistakes.
 
     A word without dashes is a config file, or goes into `words` of the instance if cls has them.
-    complete({name: value}) returns the given settings with others that follow from them. If cls has a
-    command_line, that of the instance is argv as one text.
+    complete({name: value}) returns the given settings with others that follow from them. If cls has
+    a command_line, that of the instance is argv as one text.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()))
@@ -87,7 +92,9 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
 
 
 def _flag(word, rest, hints):
-    """(name, value) of --key=value, --key value, --flag or --no_flag; takes what it needs of the rest."""
+    """(name, value) of --key=value, --key value, --flag or --no_flag;
+    takes what it needs of the rest.
+    """
     key, equals, value = word[2:].partition("=")
     if equals:
         return key, value
@@ -133,7 +140,9 @@ def _settings_of(path):
         raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except Exception as error:
         lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
         ]
         line = lines[-1] if lines else "?"
         raise UserError(f"{path}:{line}: {type(error).__name__}: {error}") from None
@@ -141,8 +150,11 @@ def _settings_of(path):
     lines = {node.id: node.lineno for node in names if isinstance(node.ctx, ast.Store)}
     found = []
     for name, value in space.items():
-        if not name.startswith("_") and not isinstance(value, (types.ModuleType, types.FunctionType, type)):
-            found.append((f"{path}:{lines.get(name, 1)}", name, value))  # 1: imported from another one
+        if not name.startswith("_") and not isinstance(
+            value, (types.ModuleType, types.FunctionType, type)
+        ):
+            # 1: imported from another one
+            found.append((f"{path}:{lines.get(name, 1)}", name, value))
     return found
 
 
@@ -157,7 +169,9 @@ def _is_flag(hint):
 def _convert(cls, hints, name, value):
     """`value`, text of a flag or an object of a file, as a setting of this name, without loss."""
     if name not in hints:
-        others = {"config": "the file's path alone, without --config="} | getattr(cls, "others_names", {})
+        others = {"config": "the file's path alone, without --config="} | getattr(
+            cls, "others_names", {}
+        )
         close = difflib.get_close_matches(name.lower(), [*hints, *others], n=1, cutoff=0.7)
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
@@ -172,7 +186,8 @@ def _convert(cls, hints, name, value):
 
 def _alternatives(hint):
     """The types, and single values, of which a setting may be one."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the latter if a Literal is in it
+    # the latter if a Literal is in it
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return list(itertools.chain(*map(_alternatives, typing.get_args(hint))))
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
@@ -188,7 +203,10 @@ def _read(kind, value):
     if typing.get_origin(kind) is tuple:
         return (value,) if isinstance(value, str) else tuple(value)
     for choice in (True, False) if kind is bool else (kind,):
-        if isinstance(choice, bool) and str(value).lower() in (str(choice).lower(), str(int(choice))):
+        if isinstance(choice, bool) and str(value).lower() in (
+            str(choice).lower(),
+            str(int(choice)),
+        ):
             return choice
         if str(value) == str(choice):
             return choice
@@ -206,7 +224,9 @@ def _number(kind, value):
 
 
 def typed(cls, values, names):
-    """`values`, an object of a file, with those called `names` in the types of `cls`, or a UserError."""
+    """`values`, an object of a file, with those called `names` in the types of `cls`,
+    or a UserError.
+    """
     if not isinstance(values, dict):
         raise UserError("it holds no settings")
     hints = typing.get_type_hints(cls)
@@ -225,7 +245,13 @@ def _mistyped(name, value, hint):
 
 
 def _type_name(hint):
-    names = {int: "an int below 2**63", float: "a float", bool: "a bool", str: "a str", type(None): "None"}
+    names = {
+        int: "an int below 2**63",
+        float: "a float",
+        bool: "a bool",
+        str: "a str",
+        type(None): "None",
+    }
     words = [names.get(kind, str(kind)) for kind in _alternatives(hint)]
     if typing.get_origin(hint) is typing.Literal and len(words) > 1:
         return f"one of {', '.join(words)}"
@@ -236,7 +262,9 @@ def _type_name(hint):
 
 
 def too_small(cfg, least):
-    """Problems, a line each: settings below their least value, {name: value}, or NaN; None passes."""
+    """Problems, a line each: settings below their least value, {name: value}, or NaN;
+    None passes.
+    """
     found = []
     for name, bound in least.items():
         value = getattr(cfg, name)
@@ -246,7 +274,9 @@ def too_small(cfg, least):
 
 
 def without_folder(cfg, names):
-    """Problems, a line each: of the settings `names`, files to be written for which there is no folder."""
+    """Problems, a line each: of the settings `names`,
+    files to be written for which there is no folder.
+    """
     found = []
     for name in names:
         path = getattr(cfg, name)
@@ -262,7 +292,9 @@ def changed(cfg):
 
 
 def without_effect(cfg, names, why):
-    """Problems, at most one: those settings in `names` that were changed, and why they do nothing."""
+    """Problems, at most one: those settings in `names` that were changed,
+    and why they do nothing.
+    """
     words = [f"{name}={value}" for name, value in changed(cfg).items() if name in names]
     return [f"{' and '.join(words)} {why}"] if words else []
 
@@ -271,7 +303,9 @@ def without_effect(cfg, names, why):
 
 
 def describe(cls, doc="", width=80):
-    """The --help text: `doc`, then the settings by section, those of a class before those of its bases."""
+    """The --help text: `doc`, then the settings by section,
+    those of a class before those of its bases.
+    """
     rows = [fill(doc, width)]
     hints = typing.get_type_hints(cls)
     shown = set()
@@ -287,7 +321,9 @@ def describe(cls, doc="", width=80):
                 if section != last:
                     rows.append("\n" + textwrap.fill(f"{section}:", width))
                 comment = line.partition("  # ")[2].strip()
-                rows.append(_option(field[1], getattr(cls, field[1]), hints[field[1]], comment, width))
+                rows.append(
+                    _option(field[1], getattr(cls, field[1]), hints[field[1]], comment, width)
+                )
                 shown.add(field[1])
                 last = section
     return "\n".join(rows).strip()
@@ -299,7 +335,9 @@ def columns():
 
 
 def fill(doc, width):
-    """A docstring in lines of `width`: paragraphs are filled, long commands go on after a backslash."""
+    """A docstring in lines of `width`: paragraphs are filled,
+    long commands go on after a backslash.
+    """
     found = []
     for block in re.split(r"\n\n", inspect.cleandoc(doc)):
         if not block.startswith(" "):
@@ -311,7 +349,9 @@ def fill(doc, width):
             if len(line) > width and mark:
                 lines.append(f"    # {comment}")
                 line = command
-            parts = textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False)
+            parts = textwrap.wrap(
+                line, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False
+            )
             lines.append(" \\\n".join(parts))
         found.append("\n".join(lines))
     return "\n\n".join(found)

@@ -1,9 +1,9 @@
 """Checkpoints from and to Hugging Face weights (which: docs/checkpoints.md); files of ranks merged.
 
-    python convert.py --from_hf=gpt2 --out=out/gpt2                 # a hub name or a folder -> a checkpoint
-    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf     # -> a folder for transformers
-    python convert.py --checkpoint=out/llama3_8b --out=out/merged   # files of many ranks -> one file
-    python convert.py --checkpoint=out/run --average=5 --out=out/mean    # the mean of its last 5 checkpoints
+    python convert.py --from_hf=gpt2 --out=out/gpt2  # a hub name or folder -> a checkpoint
+    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf  # -> a folder for transformers
+    python convert.py --checkpoint=out/llama3_8b --out=out/merged  # files of many ranks -> one
+    python convert.py --checkpoint=out/a --average=5 --out=out/mean  # of its last 5 checkpoints
 
 An export is compared with transformers, where that is installed, and refused if the logits differ.
 """
@@ -26,7 +26,7 @@ class Config:
     to_hf: str | None = None  # where the Hugging Face folder goes, with checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: a name or a file; None: the checkpoint's
-    average: int = 1  # with checkpoint and out: the mean of the weights of a run's last N checkpoints
+    average: int = 1  # with checkpoint and out: mean of the weights of a run's last N checkpoints
 
 
 def main(cfg):
@@ -39,7 +39,9 @@ def main(cfg):
     elif given == {"checkpoint", "out"}:
         convert = merge
     else:
-        raise UserError("give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf")
+        raise UserError(
+            "give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf"
+        )
     if convert != export:
         wrong += without_effect(cfg, ["dtype", "tokenizer"], "needs --to_hf")
     if convert != merge:
@@ -80,14 +82,18 @@ def export(cfg):
     def check(folder):
         compared.append(compare(folder, tensors, shape, cfg.dtype))
 
-    wrote = hf.save_hf(model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer, check=check)
+    wrote = hf.save_hf(
+        model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer, check=check
+    )
     print(f"wrote {wrote} in {cfg.dtype}; {compared[0]}")
 
 
 def compare(folder, tensors, shape, dtype):
-    """Compares an export's logits with the checkpoint's on a row of random ids, in float32 -> words.
+    """Compares an export's logits with the checkpoint's on a row of random ids, in float32 ->
+    words.
 
-    Raises UserError if they differ by more than 1e-3 of their standard deviation, from bfloat16 by 1e-2.
+    Raises UserError if they differ by more than 1e-3 of their standard deviation, from bfloat16 by
+    1e-2.
     """
     import torch
 
@@ -111,14 +117,19 @@ def compare(folder, tensors, shape, dtype):
             p.copy_(p.to(getattr(torch, dtype)))  # rounded as the export is
         expected = own.logits(ids)
         error = ((theirs(ids).logits - expected).std() / expected.std()).item()
-    if not error < (1e-3 if dtype == "float32" else 1e-2):  # embed_norm is folded in before it is rounded
+    # embed_norm is folded in before it is rounded
+    if not error < (1e-3 if dtype == "float32" else 1e-2):
         why = "does model.py compute something else than that class?"
-        raise UserError(f"to_hf: transformers' logits differ by {error:.1%} of their deviation; {why}")
+        raise UserError(
+            f"to_hf: transformers' logits differ by {error:.1%} of their deviation; {why}"
+        )
     return f"its logits in transformers are those of the checkpoint (within {error:.0e})"
 
 
 def merge(cfg):
-    """A checkpoint that many ranks wrote, or the mean of a run's last ones -> one file for each group."""
+    """A checkpoint that many ranks wrote, or the mean of a run's last
+    ones -> one file for each group.
+    """
     from run import checkpoint, checkpoint_folders, reshard
 
     folder = checkpoint_folders.find(cfg.checkpoint)
@@ -127,9 +138,14 @@ def merge(cfg):
     if cfg.average > 1:
         last = checkpoint_folders.folders(cfg.checkpoint)[-cfg.average :]
         if len(last) < cfg.average:
-            raise UserError(f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}")
+            raise UserError(
+                f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}"
+            )
         models = [reshard.open_folder(checkpoint_folders.find(path))[0]["model"] for path in last]
-        mean = {name: sum(model[name][...].float() for model in models) / len(last) for name in models[0]}
+        mean = {
+            name: sum(model[name][...].float() for model in models) / len(last)
+            for name in models[0]
+        }
         tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
         state = {name: state[name] for name in ("step", "config")}
         go_on = "init_from"

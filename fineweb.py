@@ -1,10 +1,10 @@
 """Tokens to train on: shards from the Hugging Face hub or from local files.
 
-    python fineweb.py                                # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
-    python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10  # ready-made GPT-2 shards of FineWeb
+    python fineweb.py  # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
+    python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10  # FineWeb, GPT-2's tokens
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # see corpus/chat.py
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # chat.py
 
 A killed run goes on when it is started again.
 """
@@ -37,22 +37,22 @@ CPU_EVAL_TOKENS = 32_768  # about half a minute on a CPU with 50,257 ids
 
 @dataclass
 class Config:
-    dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders and globs
-    subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another hub dataset if not the default
+    dataset: str = "fineweb-edu"  # fineweb, fineweb-edu, a hub name, or local files, folders, globs
+    subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another dataset if not the default
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
-    shards: bool = False  # the hub dataset holds shards (.bin or .npy), which are fetched as they are
-    text_key: str = "text"  # field of the text; messages or prompt,completion: loss on the answers alone
-    streaming: bool = False  # read while downloading, keep no copy; shuffle_seed then shuffles a buffer only
+    shards: bool = False  # the hub dataset holds shards (.bin or .npy), fetched as they are
+    text_key: str = "text"  # field of the text; messages or prompt,completion: loss on answers only
+    streaming: bool = False  # read while downloading, keep no copy; shuffle_seed shuffles a buffer
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, a tokenizer.model or tokenizer.json
+    tokenizer: str = "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, tokenizer.model or .json
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
-    val_tokens: int | None = None  # validation tokens; None: shard_tokens, of files 1%, of one text 10%
+    val_tokens: int | None = None  # validation tokens; None: shard_tokens, of files 1%, a text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
     max_tokens: int | None = None  # training tokens to stop after; None: all
-    pack: int | None = None  # reorders documents so that few cross a multiple of this block_size; None: off
+    pack: int | None = None  # reorders documents so that few cross a multiple of this block_size
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
-    skip_bad_documents: bool = False  # of local files: leave out and count records that give no document
+    skip_bad_documents: bool = False  # of local files: leave out records that give no document
     max_shards: int | None = None  # with shards: training shards to fetch; None: all
 
     @property
@@ -111,7 +111,8 @@ def main(cfg):
 
 
 def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
-    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a GPU.
+    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a
+    GPU.
 
     held_out: tokens of validation, of dialogues those with loss.
     """
@@ -123,7 +124,9 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
         usual = RunConfig(batch_tokens=batch, warmup_steps=RunConfig.max_steps)
         given = folders | fitted(usual, tokens, held_out) | dict(lr=2e-5)
         masks = ["--align_documents", "--document_mask"]
-        return {"go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]}
+        return {
+            "go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]
+        }
     small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
     large = small
     if tokens >= 10e6:
@@ -135,14 +138,21 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
         given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
-        if name == small and not gpu and vocab_size > LARGE_VOCABULARY and held_out > CPU_EVAL_TOKENS:
+        if (
+            name == small
+            and not gpu
+            and vocab_size > LARGE_VOCABULARY
+            and held_out > CPU_EVAL_TOKENS
+        ):
             given["eval_tokens"] = min(recipe.eval_tokens, CPU_EVAL_TOKENS)
         found[where] = [f"config/{name}.py", *changes(recipe, given)]
     return found
 
 
 def fitted(recipe, tokens, held_out):
-    """{setting: value} with which so many tokens suffice for the rows, batches, steps and evaluations."""
+    """{setting: value} with which so many tokens suffice for the rows, batches,
+    steps and evaluations.
+    """
     block_size = recipe.block_size
     while block_size >= tokens and block_size > 1:  # a row is one token longer
         block_size //= 2
@@ -167,16 +177,33 @@ def changes(recipe, given):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = {"shard_tokens": 1, "val_tokens": 0, "max_tokens": 1, "max_shards": 1, "shuffle_seed": 0}
+    least = {
+        "shard_tokens": 1,
+        "val_tokens": 0,
+        "max_tokens": 1,
+        "max_shards": 1,
+        "shuffle_seed": 0,
+    }
     wrong = too_small(cfg, least | {"pack": 2, "min_document_tokens": 1})
     if cfg.shard_tokens >= 1 << 31:
-        wrong.append(f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header")
+        wrong.append(
+            f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header"
+        )
     if cfg.pack and cfg.pack > cfg.shard_tokens:
         wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
     if cfg.max_shards is not None and not cfg.ready_made:
-        wrong.append(f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens")
+        wrong.append(
+            f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens"
+        )
     if cfg.ready_made:
-        texts = vars(cfg).keys() - {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
+        texts = vars(cfg).keys() - {
+            "dataset",
+            "revision",
+            "shards",
+            "out_dir",
+            "tokenizer",
+            "max_shards",
+        }
         wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -186,17 +213,32 @@ def check(cfg):
 
 
 def settings(cfg, source, tokenizer, dialogues):
-    """The settings that decide the shards' bytes; a folder that was begun with other values is refused."""
+    """The settings that decide the shards' bytes;
+    a folder that was begun with other values is refused.
+    """
     files = source.files
     if cfg.val_tokens and alone(files):
-        raise UserError(f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None")
+        raise UserError(
+            f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
+        )
     texts = [path for path in files or () if kind(path)[0] not in RECORDS]
     if dialogues and texts:
-        raise UserError(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
+        raise UserError(
+            f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}"
+        )
     chosen = {"dataset": source.name, "revision": cfg.revision}
     if cfg.ready_made:
         return chosen | {"max_shards": cfg.max_shards}
-    apart = {"dataset", "subset", "split", "shards", "streaming", "out_dir", "val_tokens", "max_shards"}
+    apart = {
+        "dataset",
+        "subset",
+        "split",
+        "shards",
+        "streaming",
+        "out_dir",
+        "val_tokens",
+        "max_shards",
+    }
     chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {
         "vocab_size": tokenizer.vocab_size,
@@ -220,7 +262,9 @@ def settings(cfg, source, tokenizer, dialogues):
             share = 1
     chosen["val_tokens"] = cfg.val_tokens
     if cfg.val_tokens is None:
-        chosen["val_tokens"] = max(1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10))
+        chosen["val_tokens"] = max(
+            1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10)
+        )
     return chosen
 
 
@@ -237,7 +281,8 @@ class Source:
             self.short = "text"
 
     def documents(self, first=0, tell=print):
-        """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets warnings.
+        """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets
+        warnings.
 
         Bad documents that are left out are None.
         """
@@ -262,7 +307,9 @@ class Source:
                 elif cfg.is_chat and self.files:
                     found = [text and json.loads(text) for text in found]
                 elif not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
-                    raise DataError(f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text")
+                    raise DataError(
+                        f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text"
+                    )
                 yield found
 
     def _parts(self, tell):
@@ -275,7 +322,9 @@ class Source:
         return [part for part in (text[cut:], text[:cut]) if part]
 
     def _open(self):
-        """A dataset; the copy of local files in the cache of `datasets` serves until one of them changes."""
+        """A dataset; the copy of local files in the cache of `datasets`
+        serves until one of them changes.
+        """
         import datasets  # takes a second to import
 
         cfg = self.cfg
@@ -289,11 +338,15 @@ class Source:
             hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
             return patiently(datasets.load_dataset, self.name, **hub).select_columns(list(cfg.keys))
         given = dict(paths=tuple(self.files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
-        form = datasets.Features(dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string")))
+        form = datasets.Features(
+            dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string"))
+        )
         if cfg.streaming:
             return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
         digest = datasets.fingerprint.Hasher.hash((self.sha256, given))
-        return datasets.Dataset.from_generator(local_documents, form, gen_kwargs=given, fingerprint=digest)
+        return datasets.Dataset.from_generator(
+            local_documents, form, gen_kwargs=given, fingerprint=digest
+        )
 
 
 if __name__ == "__main__":

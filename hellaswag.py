@@ -1,13 +1,13 @@
-"""HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings does the model find most likely?
+"""HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings is most likely?
 
-    python hellaswag.py --checkpoint=out/a [--against=out/b]      # and the difference, a - b
-    python hellaswag.py --checkpoint=out/a --show=3               # and what the model chose in 3 examples
-    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/llama3_8b [--parallel=fsdp]
+    python hellaswag.py --checkpoint=out/a [--against=out/b]  # and the difference, a - b
+    python hellaswag.py --checkpoint=out/a --show=3  # and what it chose in 3 examples
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/a [--parallel=fsdp]
 
-acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token, as other
-GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters instead. Chance is 0.25.
-acc_easy is acc with the wrong endings replaced by right ones of other examples, of the same length, meant
-for small models, which are at chance in acc.
+acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token,
+as other GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters
+instead. Chance is 0.25. acc_easy is acc with the wrong endings replaced by right ones of other
+examples, of the same length, meant for small models, which are at chance in acc.
 """
 
 import http.client
@@ -30,7 +30,8 @@ from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
-BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}  # CPU: a row takes a third longer with 4,096 (GPT-2 124M)
+# CPU: a row takes a third longer with 4,096 (GPT-2 124M)
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
 WORDS = lambda v: text(v) and v.strip() != ""
 FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
 EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
@@ -38,11 +39,11 @@ EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
 
 @dataclass
 class Config(TrainedConfig):
-    file: str | None = None  # a local hellaswag_val.jsonl; None: downloaded once into ~/.cache/hellaswag
+    file: str | None = None  # a local hellaswag_val.jsonl; None: downloads it to ~/.cache/hellaswag
     limit: int | None = None  # number of examples, from the first on; None: all 10,042
-    batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on a CPU
+    batch_tokens: int | None = None  # tokens per forward pass; None: 65,536 on a GPU, 1,024 on CPUs
     against: str | None = None  # folder of another run or checkpoint, on the same examples
-    show: int = 0  # print so many of the first examples: each ending with its loss, the right and the chosen
+    show: int = 0  # print so many of the first examples, each ending with its loss
 
 
 class Unavailable(DataError):
@@ -91,15 +92,21 @@ def load(path=None):
     """The examples of a file; None: of the downloaded one. Raises DataError or its Unavailable."""
     path = download() if path is None else Path(path)
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: a folder, a pipe or a device; name a file, or none to download it")
+        raise DataError(
+            f"{path}: a folder, a pipe or a device; name a file, or none to download it"
+        )
     try:
         return parse(path.read_bytes(), path)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; name another file, or none to download it") from None
+        raise DataError(
+            f"{path}: {error.strerror}; name another file, or none to download it"
+        ) from None
 
 
 def parse(data, where):
-    """[{"ctx", "endings", "label"}] of a file's bytes; only a newline ends a line, U+2028 does not."""
+    """[{"ctx", "endings", "label"}] of a file's bytes;
+    only a newline ends a line, U+2028 does not.
+    """
     examples = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -110,14 +117,19 @@ def parse(data, where):
                 raise ValueError(wrong)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
             raise DataError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
-        examples.append({k: example[k] for k in ("ctx", "endings")} | {"label": int(example["label"])})
+        examples.append(
+            {k: example[k] for k in ("ctx", "endings")} | {"label": int(example["label"])}
+        )
     if not examples:
         raise DataError(f"{where}: no examples in it; expected one JSON object a line")
     return examples
 
 
 def download(folder=CACHE, url=URL):
-    """Downloads the validation file once and returns its path. A reply that does not parse is not kept."""
+    """Downloads the validation file once and returns its path.
+
+    A reply that does not parse is not kept.
+    """
     path = Path(folder) / "hellaswag_val.jsonl"
     try:
         if not path.exists():
@@ -133,9 +145,12 @@ def download(folder=CACHE, url=URL):
 
 
 def easy(examples):
-    """The examples with right endings of others for the wrong ones, of the nearest lengths in characters."""
+    """The examples with right endings of others for the wrong ones,
+    of the nearest lengths in characters.
+    """
     right = [example["endings"][example["label"]] for example in examples]
-    shuffled = np.random.default_rng(0).permutation(len(right)).tolist()  # neighbours in the file are related
+    # neighbours in the file are related
+    shuffled = np.random.default_rng(0).permutation(len(right)).tolist()
     order = sorted(shuffled, key=lambda i: len(right[i]))
     found = list(examples)
     for place, i in enumerate(order):
@@ -147,7 +162,9 @@ def easy(examples):
 
 def documents(dataset):
     """The easy form of a datasets.Dataset of examples, for measure/hellaswag_easy.yaml."""
-    return dataset.from_list(easy([example | {"label": int(example["label"])} for example in dataset]))
+    return dataset.from_list(
+        easy([example | {"label": int(example["label"])} for example in dataset])
+    )
 
 
 class Prepared(NamedTuple):
@@ -157,7 +174,8 @@ class Prepared(NamedTuple):
     starts: np.ndarray  # where the ending of each row begins
     labels: np.ndarray = None  # the right one of each example's four rows
     truncated: int = 0  # rows that lost the left of their context
-    spanned: int = 0  # rows with a token across the join of context and ending, which then begins the ending
+    # rows with a token across the join of context and ending, which then begins the ending
+    spanned: int = 0
 
 
 def prepare(examples, tokenizer, block_size):
@@ -165,7 +183,9 @@ def prepare(examples, tokenizer, block_size):
     count = len(examples)
     examples = [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
-    wholes = tokenizer.encode_batch([f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]])
+    wholes = tokenizer.encode_batch(
+        [f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]]
+    )
     rows, starts = [], []
     truncated = spanned = 0
     for i, row in enumerate(wholes):
@@ -179,7 +199,9 @@ def prepare(examples, tokenizer, block_size):
             start = 1
         cut = max(0, len(row) - (block_size + 1))
         if cut >= start:
-            raise DataError(f"{where}: an ending of {len(row) - start} tokens exceeds {block_size=}")
+            raise DataError(
+                f"{where}: an ending of {len(row) - start} tokens exceeds {block_size=}"
+            )
         truncated += cut > 0
         rows.append(row[cut:].astype(np.int64))
         starts.append(start - cut)
@@ -188,7 +210,9 @@ def prepare(examples, tokenizer, block_size):
 
 
 def batches(prepared, batch_tokens, block_size):
-    """Yields (row numbers, B, T) of each forward, longest first; T in steps of 32, for few shapes."""
+    """Yields (row numbers, B, T) of each forward, longest first;
+    T in steps of 32, for few shapes.
+    """
     by_width = {}
     for number, row in enumerate(prepared.rows):
         T = min(block_size, -(-(len(row) - 1) // 32) * 32)
@@ -209,7 +233,9 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
 
 def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
-    """Float64 (rows, n), on every rank, of measure((B, T) ids, targets, -100 before endings) -> (B, n)."""
+    """Float64 (rows, n), on every rank, of measure((B, T) ids,
+    targets, -100 before endings) -> (B, n).
+    """
     import torch
 
     from run.logger import progress
@@ -230,7 +256,9 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad():
             values = measure(idx.to(device), targets.to(device))
-        found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[: len(numbers)].float()
+        found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[
+            : len(numbers)
+        ].float()
     return parallel.sum_over_ranks(found).cpu().double().numpy()
 
 
@@ -251,12 +279,18 @@ def ending_tokens(prepared):
 
 
 def shown(number, example, prepared, sums):
-    """Lines for a person: an example with the loss of each ending, the right one and the chosen ones."""
+    """Lines for a person: an example with the loss of each ending,
+    the right one and the chosen ones.
+    """
     rows = slice(4 * number, 4 * number + 4)
     own = sums[rows]
     means = own / ending_tokens(prepared)[rows]
     marks = [[], [], [], []]
-    for mark, ending in ("right", example["label"]), ("acc", own.argmin()), ("acc_norm", means.argmin()):
+    for mark, ending in (
+        ("right", example["label"]),
+        ("acc", own.argmin()),
+        ("acc_norm", means.argmin()),
+    ):
         marks[ending].append(mark)
     lines = textwrap.wrap(f"example {number}: {example['ctx']}", columns())
     lines.append(f"  {'right, chosen by':<20} {'loss':>8} {'a token':>8}  ending")

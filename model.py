@@ -1,9 +1,10 @@
-"""GPT-2 and Llama from the same blocks: the only place that says what the model computes, on every device.
+"""GPT-2 and Llama from the same blocks: the only place that says what the model computes.
 
-A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers' figure.
-Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read is what runs.
-The loss is decided in `GPT.forward` too: which targets count, further losses, and figures to be logged.
-scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and `GPT.stack`, the blocks.
+A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward` reads as the papers'
+figure. Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read
+is what runs. The loss is decided in `GPT.forward` too: which targets count, further losses, and
+figures to be logged. scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and
+`GPT.stack`, the blocks.
 
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
@@ -27,7 +28,7 @@ INIT_STD = 0.02  # GPT-2's, of the weights of linear layers and embeddings
 
 
 def residual_std(cfg):
-    """Of projections into the residual stream: GPT-2's 0.02 / sqrt(2 n_layer), or zero with zero_init."""
+    """Of projections into the residual stream: GPT-2's 0.02 / sqrt(2 n_layer), or zero."""
     return 0.0 if cfg.zero_init else INIT_STD * (2 * cfg.n_layer) ** -0.5
 
 
@@ -43,7 +44,10 @@ def previous(x):
 
 
 class Previous(nn.Module):
-    """Gives each token what the one before it had. Tokens mix in this core and in attention's alone."""
+    """Gives each token what the one before it had.
+
+    Tokens mix in this core and in attention's alone.
+    """
 
     core = staticmethod(previous)
 
@@ -54,7 +58,7 @@ class Previous(nn.Module):
 class KeyOffset(nn.Module):
     """A key's last quarter, which RoPE does not turn, is that of the token before.
 
-    So one layer finds what came after a token. (https://github.com/KellerJordan/modded-nanogpt, 2026)
+    So one layer finds what came after a token (https://github.com/KellerJordan/modded-nanogpt).
     """
 
     def __init__(self):
@@ -68,7 +72,7 @@ class KeyOffset(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary positions for q and k; the tables are computed in float32, as in Hugging Face's Llama."""
+    """Rotary positions for q and k; tables in float32, as in Hugging Face's Llama."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -85,9 +89,9 @@ class Rope(nn.Module):
         self.sin.copy_(angles.sin())
 
     def frequencies(self):
-        """Radians per position of each pair, (D/2,); Llama 3.1 divides the slow ones by rope_factor.
+        """Radians per position of each pair, (D/2,).
 
-        With key_offset the second half of the pairs does not turn.
+        Llama 3.1 divides the slow ones by rope_factor. With key_offset half of them do not turn.
         """
         cfg, D = self.cfg, self.cfg.head_size
         if cfg.key_offset:
@@ -96,7 +100,8 @@ class Rope(nn.Module):
         if cfg.rope_factor is None:
             return freq
         turns = cfg.rope_original * freq / (2 * math.pi)  # within the original context
-        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # Llama 3.1's low_freq_factor 1, high_freq_factor 4
+        # Llama 3.1's low_freq_factor 1, high_freq_factor 4
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         return keep * freq + (1 - keep) * freq / cfg.rope_factor
 
     def forward(self, q, k, q_norm, k_norm, positions):
@@ -113,7 +118,7 @@ class NoRope(nn.Module):
 
 
 class ValueEmbedding(nn.Embedding):
-    """Adds a table's row of each token to v (https://github.com/KellerJordan/modded-nanogpt, end of 2024)."""
+    """Adds a table's row of each token to v (https://github.com/KellerJordan/modded-nanogpt)."""
 
     init_std = 0.0
 
@@ -123,7 +128,7 @@ class ValueEmbedding(nn.Embedding):
 
 
 class HeadGate(nn.Module):
-    """Multiplies each head's output by 2 sigmoid(W x), x: the first channels of the block's normed input.
+    """Multiplies each head's output by 2 sigmoid(W x), x: channels of the block's normed input.
 
     As in https://arxiv.org/abs/2505.06708; W starts at zero, so the gates start at one.
     """
@@ -162,15 +167,15 @@ class Attention(nn.Module):
         self.rope, self.values = rope, Unchanged()
         if layer in cfg.value_layers:
             self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_size)
-        # the backward needs v, but q and k only as RoPE leaves them, unless they are normed before it
+        # the backward needs v, but q and k only as RoPE leaves them, unless they are normed first
         self.copy_v = cfg.positions == "rope" and not cfg.qk_norm and layer not in cfg.value_layers
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
         self.proj.init_std = residual_std(cfg)
 
     def forward(self, x, idx, positions):
-        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)  # (B, H, T, D) each
-        q, k = self.rope(q, k, self.q_norm, self.k_norm, positions)  # normed, then rotated
+        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)
+        q, k = self.rope(q, k, self.q_norm, self.k_norm, positions)  # (B, H, T, D), also v
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
         y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)
@@ -234,7 +239,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Logits of the real vocabulary, or their cross-entropy; the padding rows take part in neither."""
+    """Logits of the real vocabulary, without the padding rows, or their cross-entropy."""
 
     def __init__(self, cfg):
         super().__init__(cfg.n_embd, cfg.padded_vocab, bias=False)
@@ -243,7 +248,9 @@ class Head(nn.Linear):
             self.init_std = 0.0
 
     def forward(self, x, targets, reduction="mean"):
-        return kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)
+        return kernels.linear_cross_entropy(
+            x, self, targets, reduction, self.vocab_size, self.softcap
+        )
 
     def logits(self, x):
         return kernels.cap(F.linear(x, self.weight)[..., : self.vocab_size].float(), self.softcap)
@@ -261,7 +268,9 @@ class GPT(nn.Module):
         if cfg.embed_norm:
             self.wte.init_std = 1.0
         self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()
-        self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, False) if cfg.embed_norm else nn.Identity()
+        self.embed_norm = nn.Identity()
+        if cfg.embed_norm:
+            self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=False)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
         self.stack = list(self.blocks)  # as `hidden` calls them
@@ -270,11 +279,12 @@ class GPT(nn.Module):
         self.tie()
 
     def forward(self, idx, targets, positions=None, reduction="mean"):
-        """A micro-batch -> (loss, count, extras): the mean loss in nats, of how many targets, what to log.
+        """A micro-batch -> the mean loss in nats, of how many targets, what to log.
 
-        idx, targets: (B, T) int64, T <= block_size; a target of -100 does not count. positions: (T,) or
-        (B, T) int64, of the tokens in their sequences; None: 0 to T - 1. reduction: "mean", or in validation
-        "rows": loss and count are (B,), of each row. extras: {name: scalar tensor}.
+        idx, targets: (B, T) int64, T <= block_size; a target of -100 does not count.
+        positions: (T,) or (B, T) int64, of the tokens in their sequences; None: 0 to T - 1.
+        reduction: "mean", or in validation "rows": loss and count are (B,), of each row.
+        The last of the three is {name: scalar tensor}.
         """
         x = self.hidden(idx, positions)
         loss, count = self.head(x, targets, reduction)
@@ -282,7 +292,8 @@ class GPT(nn.Module):
 
     def hidden(self, idx, positions=None):
         """(B, T) ids -> (B, T, C), the normalised residual stream that the head reads."""
-        assert idx.size(1) <= self.cfg.block_size, f"{idx.size(1)} tokens, block_size={self.cfg.block_size}"
+        T, most = idx.size(1), self.cfg.block_size
+        assert T <= most, f"{T} tokens, block_size={most}"
         x = self.embed(idx, positions)
         for block in self.stack:
             x = block(x, idx, positions)
@@ -292,11 +303,11 @@ class GPT(nn.Module):
         return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))
 
     def token_losses(self, idx, targets):
-        """-log p of each target, (B, T) in nats, 0 where it is -100; for HellaSwag, without gradients."""
+        """-log p of each target, (B, T) in nats, 0 where it is -100; without gradients."""
         return self.head(self.hidden(idx), targets, "none")[0]
 
     def logits(self, idx, at=slice(None), positions=None):
-        """(B, T) ids -> (B, len(at), vocab_size) float32 for the tokens `at` (a tensor or a slice)."""
+        """(B, T) ids -> (B, len(at), vocab_size) float32; at: a tensor or a slice of tokens."""
         return self.head.logits(self.hidden(idx, positions)[:, at])
 
     def tie(self):
@@ -305,7 +316,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, whole=nullcontext):
-        """Gives all modules first values, by `initialize`; whole: a context for each, see parallel.whole."""
+        """Gives all modules first values; whole: a context for each, see parallel.whole."""
         for name, module in self.named_modules():
             with whole(module):
                 initialize(module, name)
@@ -314,7 +325,7 @@ class GPT(nn.Module):
 def initialize(module, name):
     """Draws the weight of a linear layer or an embedding from N(0, init_std), by default INIT_STD.
 
-    Biases are zero. A module with a `reset_parameters` of its own has the values that this gives it.
+    Biases are zero. A module with a `reset_parameters` of its own has the values that it gives.
     """
     reset = getattr(type(module), "reset_parameters", None)
     if reset in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
@@ -332,7 +343,8 @@ def initialize(module, name):
     for own in [*module._parameters, *module._buffers]:
         if own not in given:  # on meta, what __init__ assigned is lost
             where = f"{name}.{own}".removeprefix(".")
-            raise UserError(f"model.py: {where} has no initial value: reset_parameters() is missing")
+            why = "has no initial value: reset_parameters() is missing"
+            raise UserError(f"model.py: {where} {why}")
 
 
 def on_meta(cfg, **changes):
@@ -343,7 +355,7 @@ def on_meta(cfg, **changes):
 
 
 def build(cfg, device, seed=None):
-    """A GPT allocated on `device` at once, not on the CPU first; weights undefined unless `seed` is given."""
+    """A GPT allocated on `device` at once; without a seed its weights are undefined."""
     best = dict(attention=best_attention(device)[0]) if cfg.attention == "auto" else {}
     return allocate(on_meta(cfg, **best), device, seed)
 

@@ -1,4 +1,6 @@
-"""Parameter groups, the optimizers, gradient clipping; rate and batch as functions of how far a run is."""
+"""Parameter groups, the optimizers, gradient clipping;
+rate and batch as functions of how far a run is.
+"""
 
 import math
 from collections import Counter
@@ -12,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from scale.shards import all_gather_single, local, rows_of
 from system.errors import UserError, listed, warn
 
-# (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and 1.15
+# (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and
+# 1.15
 POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -23,17 +26,19 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 
 
 def param_groups(model, cfg):
-    """Which optimizer, peak rate and decay each parameter has: the place to edit, see docs/experiment.md.
+    """Which optimizer, peak rate and decay each parameter has: the place to edit, see
+    docs/experiment.md.
 
-    A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay; kind, its name in
-    the start-up summary. With AdamW matrices decay, and embeddings and heads unless they have a rate of their
-    own; with Muon its matrices.
+    A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay; kind,
+    its name in the start-up summary. With AdamW matrices decay, and embeddings and heads unless
+    they have a rate of their own; with Muon its matrices.
     """
     muon = cfg.optimizer == "muon"
     beside = "adamw" if muon else cfg.optimizer  # for what is no matrix of a block
     decay = cfg.weight_decay
     if decay is None:
-        decay = 2 / ((cfg.lr or 1) * plan(cfg)[0])  # near the best of short and long runs: docs/modern.md
+        # near the best of short and long runs: docs/modern.md
+        decay = 2 / ((cfg.lr or 1) * plan(cfg)[0])
 
     def table(rate):
         if rate is not None:
@@ -47,7 +52,9 @@ def param_groups(model, cfg):
         "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),
     }
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    convolutions = {m.weight for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd)}
+    convolutions = {
+        m.weight for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd)
+    }
     left = []  # what Muon cannot take
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -78,7 +85,9 @@ def build(name, groups, model, cfg):
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     # beside Muon AdamW has modded-nanogpt's eps, as the recipe has its rates of embeddings and head
-    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8)
+    options = dict(
+        lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8
+    )
     if name == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
 
@@ -87,15 +96,17 @@ def build(name, groups, model, cfg):
         rows = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
         return Muon(groups, rows, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
-        raise UserError(f"optim.py: param_groups names the optimizer {name!r}, which `build` does not know")
+        raise UserError(
+            f"optim.py: param_groups names the optimizer {name!r}, which `build` does not know"
+        )
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 
 def make_optimizer(model, cfg):
     """The optimizer of all groups of `param_groups`, Several where they name several.
 
-    Each group gets `factor`, its peak rate over cfg.lr. Raises UserError where a parameter is in no group or
-    in two, and for max_skipped_steps with an optimizer that does not know found_inf.
+    Each group gets `factor`, its peak rate over cfg.lr. Raises UserError where a parameter is in no
+    group or in two, and for max_skipped_steps with an optimizer that does not know found_inf.
     """
     by_name = {}
     for group in param_groups(model, cfg):
@@ -107,31 +118,42 @@ def make_optimizer(model, cfg):
         if p.requires_grad and times[p] != 1:
             found = "two groups" if times[p] else "no group"
             hint = "a parameter that is to stay as it is needs requires_grad=False"
-            raise UserError(f"optim.py: {name} is in {found} of the optimizer, expected one; {hint}")
+            raise UserError(
+                f"optim.py: {name} is in {found} of the optimizer, expected one; {hint}"
+            )
     for group in optimizer.param_groups:
         group["factor"] = group["lr"] / (cfg.lr or 1)
     for one in parts_of(optimizer):
         if cfg.max_skipped_steps and not skips(one):
-            what = f"max_skipped_steps={cfg.max_skipped_steps} needs an optimizer that knows found_inf"
+            what = (
+                f"max_skipped_steps={cfg.max_skipped_steps} needs an optimizer that knows found_inf"
+            )
             raise UserError(f"{what}, unlike {type(one).__name__} as it is here; leave it at 0")
     return optimizer
 
 
 def skips(optimizer):
-    """Whether its step leaves weights and states as they are where `optimizer.found_inf` is not 0."""
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # PyTorch's own, with fused=True
+    """Whether its step leaves weights and states as they are where
+    `optimizer.found_inf` is not 0.
+    """
+    # PyTorch's own, with fused=True
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return fused or getattr(optimizer, "knows_found_inf", False)
 
 
 def unknown(optimizer):
-    """The name of an optimizer whose states are not ours, for the memory estimate; None: all are known."""
+    """The name of an optimizer whose states are not ours, for the memory estimate;
+    None: all are known.
+    """
     ours = ("AdamW", "AdamW8bit", "Muon")
     names = [type(one).__name__ for one in parts_of(optimizer)]
     return next((name for name in names if name not in ours), None)
 
 
 class Several:
-    """Several optimizers, each with parameters of its own, as the loop and a GradScaler call one."""
+    """Several optimizers, each with parameters of its own,
+    as the loop and a GradScaler call one.
+    """
 
     def __init__(self, optimizers):
         self.optimizers = optimizers
@@ -169,10 +191,12 @@ def parts_of(optimizer):
 
 
 def clip_gradients(model, limit, factor=None):
-    """Multiplies the gradients by factor, then scales them to a norm of at most `limit` over all ranks.
+    """Multiplies the gradients by factor, then scales them to a norm of at most `limit` over all
+    ranks.
 
-    factor: a scalar tensor, None: 1; limit: None: no further scaling. Returns the norm before `limit`.
-    torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3 8B, four H200s).
+    factor: a scalar tensor, None: 1; limit: None: no further scaling. Returns the norm before
+    `limit`. torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3
+    8B, four H200s).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local(grad) for grad in grads]
@@ -189,17 +213,24 @@ def clip_gradients(model, limit, factor=None):
 
 
 def norms(tensors):
-    """float32 norms of tensors on one device: one for each tensor, on the CPU one for each of its rows.
+    """float32 norms of tensors on one device: one for each tensor, on the CPU one for each of its
+    rows.
 
-    On the CPU torch._foreach_norm uses one thread, and its float32 sum of 400M squares is 7% too small.
+    On the CPU torch._foreach_norm uses one thread, and its float32 sum of 400M squares is 7% too
+    small.
     """
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
-    return torch.cat([torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten() for t in tensors])
+    return torch.cat(
+        [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten() for t in tensors]
+    )
 
 
 def share_done(state, cfg):
-    """How much of a run is done, 0 to 1: by the clock, by tokens or by steps. state: a train.State."""
+    """How much of a run is done, 0 to 1: by the clock, by tokens or by steps.
+
+    state: a train.State.
+    """
     if cfg.max_seconds is not None:
         return min(1.0, state.seconds / cfg.max_seconds)
     if cfg.max_tokens is not None:
@@ -216,7 +247,9 @@ def batch_tokens(share, cfg):
 
 
 def plan(cfg, step=0, tokens=0):
-    """(steps, tokens) of a run at its end, one that goes on after so many too; not with max_seconds."""
+    """(steps, tokens) of a run at its end, one that goes on after so many too;
+    not with max_seconds.
+    """
     for batch, until in cfg.stages:
         if cfg.max_tokens is None:
             left = until * cfg.max_steps - step
@@ -229,12 +262,13 @@ def plan(cfg, step=0, tokens=0):
 
 
 def learning_rate(step, share, cfg):
-    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at the end.
+    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at
+    the end.
 
-    share: of the run that is done, as share_done has it. A smaller batch of cfg.batch_schedule has less, by
-    the root of its size (https://arxiv.org/abs/2205.10287).
-    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the last
-    cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
+    share: of the run that is done, as share_done has it. A smaller batch of cfg.batch_schedule has
+    less, by the root of its size (https://arxiv.org/abs/2205.10287).
+    cosine: half a cosine (https://arxiv.org/abs/1608.03983). wsd: constant, then linear over the
+    last cooldown_fraction of the run (https://arxiv.org/abs/2404.06395). constant: no decay.
     """
     peak = cfg.lr * math.sqrt(batch_tokens(share, cfg) / cfg.batch_tokens)
     low = peak * cfg.min_lr_ratio
@@ -257,7 +291,8 @@ def set_learning_rate(optimizer, lr):
 
 
 def matrices_of(name, weight, cfg):
-    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their own.
+    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their
+    own.
 
     Of a stack, (n, rows, columns), each of its n entries is one.
     """
@@ -265,12 +300,16 @@ def matrices_of(name, weight, cfg):
         return [weight.size(1)] * weight.size(0)
     rows, heads = weight.size(0), (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
     parts = [n * cfg.head_size for n in heads] if name.endswith("qkv.weight") else [rows // 2] * 2
-    return parts if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows else [rows]
+    return (
+        parts if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows else [rows]
+    )
 
 
 @dataclass
 class Matrix:
-    """`rows` rows of a weight, from `first` on; a stack counts as its matrices one below the other."""
+    """`rows` rows of a weight, from `first` on;
+    a stack counts as its matrices one below the other.
+    """
 
     weight: torch.nn.Parameter
     first: int
@@ -286,7 +325,9 @@ class Matrix:
         return tuple(row * each for row in rows_of(self.weight, rank))
 
     def held(self, rank=None):
-        """(first, last) of this matrix' rows that a rank of the weight's shards holds; None: this rank."""
+        """(first, last) of this matrix' rows that a rank of the weight's shards holds;
+        None: this rank.
+        """
         return tuple(min(max(row - self.first, 0), self.rows) for row in self.rows_of_weight(rank))
 
     def rows_in(self, tensor):
@@ -298,10 +339,11 @@ class Matrix:
 class Muon(torch.optim.Optimizer):
     """Muon (https://kellerjordan.github.io/posts/muon) for matrices, and stacks of them.
 
-    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov momentum.
-    Only elements that the update shrinks as well decay (https://arxiv.org/abs/2510.12402). One rank
-    orthogonalises a matrix for all. parts: {parameter: rows of each matrix in it}. warmup: steps in which the
-    momentum rises from 0.85. found_inf: as in torch.optim.AdamW.
+    A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov
+    momentum. Only elements that the update shrinks as well decay
+    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. parts: {parameter:
+    rows of each matrix in it}. warmup: steps in which the momentum rises from 0.85. found_inf: as
+    in torch.optim.AdamW.
     """
 
     knows_found_inf = True
@@ -312,8 +354,11 @@ class Muon(torch.optim.Optimizer):
         weights = [p for group in self.param_groups for p in group["params"]]
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-        matrices = [Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])]
-        size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))  # of a batch
+        matrices = [
+            Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])
+        ]
+        # of a batch
+        size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))
         self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
         compiled = compiled and weights[0].is_cuda
         compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function
@@ -325,7 +370,8 @@ class Muon(torch.optim.Optimizer):
         weights = [p for group in groups for p in group]
         if not weights:
             return
-        steps = [self.state[p]["step"] for p in weights]  # one tensor for all would be read by the host
+        # one tensor for all would be read by the host
+        steps = [self.state[p]["step"] for p in weights]
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
         momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
@@ -334,7 +380,10 @@ class Muon(torch.optim.Optimizer):
         # a compiled graph of 96 weights took 51 s, graphs of four 11
         lists = [by_shape(group, lambda p: local(p).shape, lambda _: 4) for group in groups]
         for some in sum(lists, []):
-            moments, grads = [local(self.state[p]["momentum"]) for p in some], [local(p.grad) for p in some]
+            moments, grads = (
+                [local(self.state[p]["momentum"]) for p in some],
+                [local(p.grad) for p in some],
+            )
             self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
@@ -349,7 +398,9 @@ def by_shape(items, shape, most):
     shapes = {}
     for item in items:
         shapes.setdefault(shape(item), []).append(item)
-    return [same[i : i + most(k)] for k, same in shapes.items() for i in range(0, len(same), most(k))]
+    return [
+        same[i : i + most(k)] for k, same in shapes.items() for i in range(0, len(same), most(k))
+    ]
 
 
 def ranks_of(weight):
@@ -361,19 +412,25 @@ def ranks_of(weight):
 
 
 def orthogonalize_updates(matrices, updates):
-    """Replaces updates[weight] of matrices, of one shape up to transposition, by their scaled factors."""
+    """Replaces updates[weight] of matrices, of one shape up to transposition,
+    by their scaled factors.
+    """
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
     each = -(-len(matrices) // size)  # matrix i is for rank i // each
-    own, held = matrices[rank * each : (rank + 1) * each], [m.rows_in(updates[m.weight]) for m in matrices]
+    own, held = (
+        matrices[rank * each : (rank + 1) * each],
+        [m.rows_in(updates[m.weight]) for m in matrices],
+    )
     short, long = sorted(matrices[0].shape)
     stack = held[0].new_zeros(each, short, long)
     views = upright(stack, own)
     here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
     sharded = isinstance(matrices[0].weight, DTensor)
     if sharded:
-        there = [[view[slice(*m.held(r))] for m, view in zip(own, views)] for r in range(size)]  # by holder
+        # by holder
+        there = [[view[slice(*m.held(r))] for m, view in zip(own, views)] for r in range(size)]
         exchange(here, there, stack, group)
     else:
         copy(views, here[rank])
@@ -399,16 +456,23 @@ def copy(targets, sources):
 
 
 def exchange(sources, targets, like, group):
-    """An all-to-all of lists of tensors in `like`'s dtype: sources[r] go to rank r, targets[r] come back."""
+    """An all-to-all of lists of tensors in `like`'s dtype:
+    sources[r] go to rank r, targets[r] come back.
+    """
     sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
     sent = torch.cat([like.new_empty(0), *(t.flatten() for tensors in sources for t in tensors)])
     received, into = like.new_empty(sum(sizes[1])), sum(targets, [])
     dist.all_to_all_single(received, sent, sizes[1], sizes[0], group)
-    copy(into, [part.view(t.shape) for t, part in zip(into, received.split([t.numel() for t in into]))])
+    copy(
+        into,
+        [part.view(t.shape) for t, part in zip(into, received.split([t.numel() for t in into]))],
+    )
 
 
 def orthogonalize(x):
-    """The orthogonal factors of the polar decompositions of x: (n, short, long), roughly (POLAR_EXPRESS)."""
+    """The orthogonal factors of the polar decompositions of x:
+    (n, short, long), roughly (POLAR_EXPRESS).
+    """
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -419,13 +483,17 @@ def orthogonalize(x):
 
 
 def accumulate(moments, grads, updates, momentum, skip):
-    """m = momentum m + (1 - momentum) g, and u becomes the same of the new m; skip: m stays, u is 0."""
+    """m = momentum m + (1 - momentum) g, and u becomes the same of the new m;
+    skip: m stays, u is 0.
+    """
     for m, g, u in zip(moments, grads, updates):
         m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
         u.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
 
 
 def descend(weights, updates, rate, decay):
-    """w -= rate * u + decay * w, the latter where u has w's sign; rate, decay: tensors, compiled once."""
+    """w -= rate * u + decay * w, the latter where u has w's sign;
+    rate, decay: tensors, compiled once.
+    """
     for w, u in zip(weights, updates):
         w -= rate * u + decay * torch.where(u * w > 0, w, 0)

@@ -1,19 +1,19 @@
 """Curves of one or several runs, as a picture.
 
-    python plot.py out/gpt2_124m                                 # -> out/gpt2_124m/curves.png
+    python plot.py out/gpt2_124m  # -> out/gpt2_124m/curves.png
     python plot.py out/a out/b --names=before,after --x=seconds --out=compare.svg
-    python plot.py out/a out/b --no_panels --dark --out=slide.png    # the losses alone, for a slide
-    python plot.py out/a assets/build_nanogpt.jsonl              # beside the losses of another program
-    python plot.py out/gate_* --against out/base_* --out=gate.png    # means over seeds, and their difference
-    python plot.py out/a --norms                  # -> out/a/norms.png: where a spike comes from, by matrix
+    python plot.py out/a out/b --no_panels --dark --out=slide.png  # the losses alone
+    python plot.py out/a assets/build_nanogpt.jsonl  # beside the losses of another program
+    python plot.py out/gate_* --against out/base_* --out=gate.png  # means over seeds
+    python plot.py out/a --norms  # -> out/a/norms.png: which matrix a spike comes from
 
-Shows the loss and, of several runs, its end once more, larger. Below are small panels, as far as a run has
-them: HellaSwag, learning rate, gradient norm, tokens per second, figures of your own that the model's forward
-returns (extras), and evaluations of your own.
+Shows the loss and, of several runs, its end once more, larger. Below are small panels, as far as a
+run has them: HellaSwag, learning rate, gradient norm, tokens per second, figures of your own that
+the model's forward returns (extras), and evaluations of your own.
 
-With --against it prints a table too: runs that differ in seeds alone are a group, with its mean loss ± the
-standard deviation; of each two groups the difference, with a 95% interval. --norms shows what a run with
---norms_interval has logged.
+With --against it prints a table too: runs that differ in seeds alone are a group, with its mean
+loss ± the standard deviation; of each two groups the difference, with a 95% interval. --norms shows
+what a run with --norms_interval has logged.
 """
 
 import math
@@ -37,7 +37,8 @@ DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1))]  # of the first six runs, the next 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps"}
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 LOOKS = {"train": "training thin", "val": "validation with marks"}
-BEGINNING = 0.1  # part of a run whose losses may lie above the panel: their fall would press the rest flat
+# part of a run whose losses may lie above the panel: their fall would press the rest flat
+BEGINNING = 0.1
 END = 0.6  # part of the axis from which on the second panel shows the end of several runs
 JOINED = 4  # marks from which on a line joins them
 MOST = 6  # panels of extras, and of evaluations of your own
@@ -66,10 +67,10 @@ class Config:
     norms: bool = False  # a run's RMS of each matrix' weight, gradient and update, over its median
     x: Literal["steps", "tokens", "seconds"] = "steps"  # seconds: of training steps alone
     y: Literal["loss", "bpb"] = "loss"  # bpb: bits per byte, which compare between tokenizers
-    names: str | None = None  # of the runs, with commas between; None: the settings that differ, or folders
+    names: str | None = None  # of the runs, with commas; None: the settings that differ, or folders
     panels: bool = True  # --no_panels: the losses alone, for a slide
     dark: bool = False  # light lines on a dark ground
-    out: str | None = None  # .png, .svg or .pdf; None: curves.png, or norms.png, in the first folder
+    out: str | None = None  # .png, .svg or .pdf; None: curves.png or norms.png in the first folder
 
 
 def main(cfg):
@@ -107,7 +108,9 @@ def draw(runs, x, y, panels=True):
     heights = [3.7, 1.9 * rows] if small else [4.4]  # inches
     with matplotlib.rc_context({"font.size": 9 if panels else 11}):
         figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-        upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[
+            :, 0
+        ]
         draw_losses(upper, runs, x, y, panels)
         for i, panel in enumerate(small, 1):
             axes = lower[0].add_subplot(rows, math.ceil(len(small) / rows), i)
@@ -119,9 +122,13 @@ def draw(runs, x, y, panels=True):
 
 
 def draw_losses(part, runs, x, y, panels):
-    """Training and validation loss; of several runs the end once more; names and last losses at the right."""
+    """Training and validation loss; of several runs the end once more;
+    names and last losses at the right.
+    """
     kinds = [kind for kind in LOOKS if any(len(run.series(kind, y)[0]) for run in runs)]
-    loss = Panel(f"loss, {UNITS[y]}: {', '.join(LOOKS[kind] for kind in kinds)}", ("train", "val"), y)
+    loss = Panel(
+        f"loss, {UNITS[y]}: {', '.join(LOOKS[kind] for kind in kinds)}", ("train", "val"), y
+    )
     if len(runs) == 1:
         faint = 0.9
     else:
@@ -170,7 +177,9 @@ def draw_curves(axes, runs, x, panel, faint=1, at_end=False):
                 values = values / max(values) if panel is SHARE else values
                 axes.plot(at, values, color=run.color, linestyle=run.dash, linewidth=1.2)
             elif kind == "train":
-                values = draw_training(axes, run, at, values, faint if beside else 1, len(runs) == 1)
+                values = draw_training(
+                    axes, run, at, values, faint if beside else 1, len(runs) == 1
+                )
             else:
                 draw_marks(axes, run, at, values)
             curves.append((at, values))
@@ -178,7 +187,9 @@ def draw_curves(axes, runs, x, panel, faint=1, at_end=False):
 
 
 def draw_training(axes, run, at, values, alpha, noise):
-    """A running mean, of at most some 2,000 points, with the values themselves as noise; returns it."""
+    """A running mean, of at most some 2,000 points,
+    with the values themselves as noise; returns it.
+    """
     few = slice(None, None, max(1, len(values) // 2000))
     mean = smooth(values)
     style = {"color": run.color, "linestyle": run.dash, "linewidth": 1.1}
@@ -221,19 +232,24 @@ def fit(axes, shown):
 
 
 def label_ends(axes, runs, x, y):
-    """The last loss and the name of each run, right of the panel, in its colour, with a line to its end."""
+    """The last loss and the name of each run, right of the panel, in its colour,
+    with a line to its end.
+    """
     ends = [run.end(y) for run in runs]
     low, high = axes.get_ylim()
     heights = np.clip([(loss - low) / (high - low) for _, loss in ends], 0, 1)
-    size = min(matplotlib.rcParams["font.size"] + 1, 200 / len(runs))  # points; a panel has some 220
+    # points; a panel has some 220
+    size = min(matplotlib.rcParams["font.size"] + 1, 200 / len(runs))
     places = spread(heights, 1.35 * size / 220)
     for run, (step, loss), height, place in zip(runs, ends, heights, places):
         words = f"{loss:.3f}"
         error = run.at_last_validation("stderr" if y == "loss" else "bpb_stderr")
-        if error and len(runs) == 1:  # of a difference between runs, on the same text, it is far less
+        # of a difference between runs, on the same text, it is far less
+        if error and len(runs) == 1:
             words += f" ±{error:.3f}"
         line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
-        line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}  # from the left edge; points left free
+        # from the left edge; points left free
+        line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
         axes.annotate(
             f"{words}  {run.name[-40:]}",
             xy=(run.place(step, x), low + height * (high - low)),
@@ -248,10 +264,11 @@ def label_ends(axes, runs, x, y):
 
 
 def spread(places, gap):
-    """The places, each moved as little as possible (least squares) until they are `gap` apart, in order.
+    """The places, each moved as little as possible (least squares) until they are `gap` apart, in
+    order.
 
-    Isotonic regression by its min-max formula: Barlow and others 1972, Statistical Inference under Order
-    Restrictions.
+    Isotonic regression by its min-max formula: Barlow and others 1972, Statistical Inference under
+    Order Restrictions.
     """
     order = np.argsort(places)
     gaps = gap * np.arange(len(places))
@@ -266,7 +283,9 @@ def spread(places, gap):
 
 
 def choose_panels(runs):
-    """[Panel] of what the logs hold: of two points at least, of HellaSwag three, since two show noise."""
+    """[Panel] of what the logs hold: of two points at least, of HellaSwag three,
+    since two show noise.
+    """
 
     def points(panel):
         return max(len(run.series(panel.kinds[0], panel.key)[0]) for run in runs)

@@ -2,10 +2,11 @@
 
     python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
     python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --temperature=0.8 --top_k=50
-    torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/llama3_8b --n_samples=32  # 4 on each
-    python sample.py --pretrained=FOLDER --chat                       # a conversation: a line, a reply
+    torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/a --n_samples=32
+    python sample.py --pretrained=FOLDER --chat  # a conversation: a line, a reply
 
-Prints the text as it is generated, and at the end tokens a second. The sampling is in run/sampling.py.
+Prints the text as it is generated, and at the end tokens a second. The sampling is in
+run/sampling.py.
 """
 
 import contextlib
@@ -20,22 +21,28 @@ from system.errors import UserError, refuse, say, this_rank
 @dataclass
 class Config(TrainedConfig):
     prompt: str | None = None  # text; None: a new line, with chat the lines of stdin
-    chat: bool = False  # the prompt is a message, put into the chat template of the tokenizer's folder
+    chat: bool = False  # the prompt is a message, put into the tokenizer's chat template
     n_samples: int = 4  # number of continuations
     max_new_tokens: int = 200  # tokens to generate for each
-    bos: bool = True  # the separator of documents precedes the prompt, as in training; not with chat
-    stop: bool = True  # end where the model ends its text (eos); --no_stop goes on to max_new_tokens
+    bos: bool = True  # the documents' separator precedes the prompt, as in training; not with chat
+    stop: bool = True  # end where the model ends its text (eos); --no_stop: at max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
-    cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them for each token
+    cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them anew
     seed: int = 1337  # of the first sample; +1 for each next one
 
 
 def main(cfg):
-    refuse(too_small(cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}))
+    refuse(
+        too_small(
+            cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
+        )
+    )
     talk = cfg.chat and cfg.prompt is None
     if talk and this_rank().size > 1:
-        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share: no torchrun")
+        raise UserError(
+            "chat=True without a prompt reads stdin, which ranks cannot share: no torchrun"
+        )
     from corpus import chat
     from run import sampling, trained
     from scale import parallel
@@ -48,7 +55,9 @@ def main(cfg):
         shown = tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
         ids = [tokenizer.eot, *shown] if cfg.bos else shown
         if not ids:
-            raise UserError("bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT")
+            raise UserError(
+                "bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT"
+            )
     with autocast:
         printer = sampling.Printer(model, tokenizer, cfg, quiet=not world.main)
         if talk:

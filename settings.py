@@ -1,6 +1,8 @@
-"""The settings of a model, of a run and of scripts that load a trained model; their checks. Needs no torch.
+"""The settings of a model, of a run and of scripts that load a trained model; their checks. Needs
+no torch.
 
-Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a section.
+Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a
+section.
 """
 
 import itertools
@@ -33,14 +35,14 @@ class GPTConfig:
     norm_eps: float = 1e-5  # added to the variance
     positions: Literal["learned", "rope"] = "learned"  # GPT-2's table, or rotary as in Llama
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_factor: float | None = None  # Llama 3.1's scaling of the low frequencies (8.0 there); None: off
+    rope_factor: float | None = None  # Llama 3.1's scaling of low frequencies (8.0 there)
     rope_original: int = 8192  # context that the model was trained with before scaling
-    key_offset: bool = False  # RoPE turns half of a head, and a key's last quarter is the token before's
+    key_offset: bool = False  # RoPE turns half of a head; a key's last quarter: the token before's
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
-    attention_gate: bool = False  # scales each head's output by 2 sigmoid(W x), x a token's first 16 channels
-    value_embeddings: int = 0  # every n-th block, the last too, adds a row per token id to v; 0: none
+    attention_gate: bool = False  # scales a head's output by 2 sigmoid(W x), x: 16 channels
+    value_embeddings: int = 0  # every n-th block, the last too, adds a row per token id to v; 0: no
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -70,13 +72,19 @@ class GPTConfig:
 
     @property
     def mlp_width(self):
-        """Output width of the MLP's first matmul, in which SwiGLU's gate and up projections are one."""
+        """Output width of the MLP's first matmul,
+        in which SwiGLU's gate and up projections are one.
+        """
         return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
 
     @property
     def value_layers(self):
         """Numbers of the blocks with a table of value embeddings, the last block first."""
-        return range(self.n_layer - 1, -1, -self.value_embeddings) if self.value_embeddings else range(0)
+        return (
+            range(self.n_layer - 1, -1, -self.value_embeddings)
+            if self.value_embeddings
+            else range(0)
+        )
 
     @property
     def gate_channels(self):
@@ -85,15 +93,24 @@ class GPTConfig:
 
     @property
     def tables(self):
-        """Widths of all matrices with a row for each token id, the head's too; a shared one counts once."""
+        """Widths of all matrices with a row for each token id, the head's too;
+        a shared one counts once.
+        """
         values = [self.kv_heads * self.head_size] * len(self.value_layers)
         return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
 
     @property
     def block_matmuls(self):
-        """(output width, input width) of a block's matmuls: q, k and v; attention's output; the MLP's two."""
+        """(output width, input width) of a block's matmuls: q, k and v; attention's output;
+        the MLP's two.
+        """
         C = self.n_embd
-        return [(self.qkv_width, C), (C, self.attention_width), (self.mlp_width, C), (C, self.hidden)]
+        return [
+            (self.qkv_width, C),
+            (C, self.attention_width),
+            (self.mlp_width, C),
+            (C, self.hidden),
+        ]
 
     @property
     def padded_vocab(self):
@@ -124,8 +141,11 @@ class GPTConfig:
         return found
 
     def differences(self, now, free=()):
-        """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, except those in `free`."""
-        meaning = {"n_kv_head": "kv_heads", "n_hidden": "hidden", "head_dim": "head_size"}  # of None
+        """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results,
+        except those in `free`.
+        """
+        # of None
+        meaning = {"n_kv_head": "kv_heads", "n_hidden": "hidden", "head_dim": "head_size"}
         found = []
         for field in fields(GPTConfig):
             name = meaning.get(field.name, field.name)
@@ -139,27 +159,27 @@ class GPTConfig:
 @dataclass
 class Config(GPTConfig):
     # Run
-    out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, model.py as it was, checkpoints
-    resume: str = "none"  # none; auto: the newest checkpoint in out_dir, if any; or a checkpoint's folder
+    out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, the code, checkpoints
+    resume: str = "none"  # none; auto: the newest checkpoint in out_dir; or one's folder
     overwrite: bool = False  # start afresh in a used out_dir; its log and checkpoints are removed
-    init_from: str | None = None  # initial weights: a checkpoint's folder; hf:NAME sets the shape too
-    dry_run: bool = False  # two steps and a validation of everything, the shards' SHA-256 too; writes nothing
+    init_from: str | None = None  # first weights: a checkpoint's folder; hf:NAME sets the shape too
+    dry_run: bool = False  # two steps, a validation, the shards' SHA-256; writes nothing
     overfit: bool = False  # train on the first batch only: the loss must go to zero
     seed: int = 1337  # of the initial weights and dropout
     # Data
-    data_dir: str = "data/fineweb-edu"  # shards, or nanoGPT's *.bin; several by share: data/a:0.7,data/b:0.3
+    data_dir: str = "data/fineweb-edu"  # shards or nanoGPT's *.bin; by share: data/a:0.7,data/b:0.3
     tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
-    shuffle_seed: int | None = None  # shuffles the rows anew in each epoch; None: in the shards' order
+    shuffle_seed: int | None = None  # shuffles the rows anew in each epoch; None: as in the shards
     align_documents: bool = False  # every row starts where a document does, if one begins in it
     document_mask: bool = False  # a token attends within its document only, see scale/documents.py
     allow_data_change: bool = False  # resume even though the shards are not those of the checkpoint
     # Batch and schedule
-    batch_size: int | Literal["auto"] = 64  # rows of block_size tokens in a micro-batch (B); auto: what fits
+    batch_size: int | Literal["auto"] = 64  # rows of block_size in a micro-batch; auto: what fits
     batch_tokens: int = 524_288  # tokens in an optimizer step, all ranks and micro-steps together
-    batch_schedule: str | None = None  # smaller at first, each up to a share of the run: 65536:0.2,131072:0.5
+    batch_schedule: str | None = None  # smaller at first, up to a share: 65536:0.2,131072:0.5
     max_steps: int = 19_073  # optimizer steps; 19,073 of 524,288 tokens are 10B
     max_tokens: int | None = None  # instead of max_steps: ends the run after so many tokens
-    max_seconds: float | None = None  # instead: so many seconds of steps; compiling, evaluation do not count
+    max_seconds: float | None = None  # instead: seconds of steps, without compiling and evaluation
     lr: float = 6e-4  # peak learning rate
     min_lr_ratio: float = 0.1  # the schedule ends at lr * this
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear
@@ -169,13 +189,13 @@ class Config(GPTConfig):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # see optim.py
     lr_embedding: float | None = None  # peak rate of embeddings; None: lr
     lr_head: float | None = None  # peak rate of a head that is not tied; None: lr
-    weight_decay: float | None = 0.1  # on matrices that use lr; muon: on blocks'; None: 2/(lr steps)
+    weight_decay: float | None = 0.1  # on matrices that use lr; muon: blocks'; None: 2/(lr steps)
     momentum_warmup: int = 0  # muon: steps in which its momentum rises from 0.85 to 0.95
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
-    max_skipped_steps: int = 0  # steps in a row that may be skipped, whose loss or gradients are inf or NaN
-    # Evaluation, at an interval of steps and at the end; all but samples before the first step too; 0: never
+    max_skipped_steps: int = 0  # steps in a row that may be skipped for inf or NaN
+    # Evaluation, at an interval of steps, first (but for samples) and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
@@ -185,37 +205,48 @@ class Config(GPTConfig):
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never
     keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
-    async_save: bool = False  # training continues while a checkpoint is written, from a copy in host memory
+    async_save: bool = False  # trains on while a checkpoint is written from a copy in host memory
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
-    norms_interval: int | None = None  # steps between the RMS of each matrix' weight, gradient and update
+    norms_interval: int | None = None  # steps between the RMS of each weight, gradient and update
     wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch a micro-step; auto: if it gains
-    ops: Literal["auto", "torch", "fused"] = "auto"  # the fused kernels of fast/, or plain PyTorch everywhere
-    deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; on a CPU it is always so
+    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch each; auto: if it gains
+    ops: Literal["auto", "torch", "fused"] = "auto"  # fast/'s fused kernels, or plain PyTorch
+    deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; always on CPUs
     # Several GPUs
     parallel: Literal["ddp", "fsdp", "zero2", "hsdp"] = "ddp"  # all but ddp shard (FSDP2)
-    shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: those of a node
+    shard_size: int | None = None  # hsdp: ranks that share a copy of the model; None: a node's
     context_parallel: int = 1  # ranks that share a sequence, see scale/context_parallel.py
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients are summed over the ranks
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which ranks sum up gradients
     timeout_s: int = 600  # how long ranks wait for one that hangs
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
-    remat_every: float | Literal["auto"] = 1  # in every k-th block; 1.5: two of three; auto: as few as fit
+    remat_every: float | Literal["auto"] = 1  # every k-th block; 1.5: two of three; auto: what fits
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
-    offload_states: bool = False  # fsdp, zero2, hsdp: parameters, gradients and moments in host memory
+    offload_states: bool = False  # fsdp, zero2, hsdp: weights, gradients, moments in host memory
 
     command_line = None  # as it was typed after train.py; None: made in code
 
-    others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}  # nanoGPT's
-    others_names |= {"gradient_accumulation_steps": "batch_tokens, which is in tokens", "dtype": "precision"}
-    others_names |= {"grad_clip": "clip", "lr_decay_iters": "max_steps", "decay_lr": "schedule=constant"}
-    others_names |= {"min_lr": "min_lr_ratio, a share of lr", "eval_iters": "eval_tokens, which is in tokens"}
+    # nanoGPT's
+    others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}
+    others_names |= {
+        "gradient_accumulation_steps": "batch_tokens, which is in tokens",
+        "dtype": "precision",
+    }
+    others_names |= {
+        "grad_clip": "clip",
+        "lr_decay_iters": "max_steps",
+        "decay_lr": "schedule=constant",
+    }
+    others_names |= {
+        "min_lr": "min_lr_ratio, a share of lr",
+        "eval_iters": "eval_tokens, which is in tokens",
+    }
     others_names |= {"eval_only": "python validate.py", "always_save_checkpoint": "save_interval"}
     others_names |= dict.fromkeys(["wandb_log", "wandb_project", "wandb_run_name"], "wandb")
 
@@ -229,7 +260,9 @@ class Config(GPTConfig):
 
     @property
     def stages(self):
-        """[(tokens in a step, share of the run up to which)] of batch_schedule, then of batch_tokens."""
+        """[(tokens in a step, share of the run up to which)] of batch_schedule,
+        then of batch_tokens.
+        """
         stages = []
         if self.batch_schedule is not None:
             for stage in self.batch_schedule.split(","):
@@ -250,8 +283,8 @@ class TrainedConfig:
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the one that the weights were trained with
     device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where it is supported
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a rank holds: ddp: the whole model; fsdp: a part of it
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 if it can
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # each rank holds: ddp: all; fsdp: a part
 
 
 def not_over_0(cfg, names):
@@ -267,7 +300,9 @@ def not_below_1(cfg, names):
 
 
 def check(cfg, ranks=None):
-    """Raises one UserError that lists every setting out of range or in conflict; ranks: None: torchrun's."""
+    """Raises one UserError that lists every setting out of range or in conflict;
+    ranks: None: torchrun's.
+    """
     if ranks is None:
         ranks = this_rank().size
     if cfg.batch_size == "auto":  # run.build.choose knows the device
@@ -280,17 +315,32 @@ def check(cfg, ranks=None):
 
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
-    one = "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
+    one = (
+        "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
+    )
     one += " norms_interval max_tokens"
-    zero = "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps seed"
-    zero += " momentum_warmup eval_interval hellaswag_interval sample_interval save_interval shuffle_seed"
+    zero = (
+        "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 "
+        "beta2 warmup_steps seed"
+    )
+    zero += (
+        " momentum_warmup eval_interval hellaswag_interval sample_interval "
+        "save_interval shuffle_seed"
+    )
     zero += " max_skipped_steps"
-    least = dict.fromkeys(one.split(), 1) | dict.fromkeys(zero.split(), 0) | {"eval_tokens": cfg.block_size}
+    least = (
+        dict.fromkeys(one.split(), 1)
+        | dict.fromkeys(zero.split(), 0)
+        | {"eval_tokens": cfg.block_size}
+    )
     found = not_over_0(cfg, "max_seconds") + not_below_1(cfg, "beta1 beta2") + too_small(cfg, least)
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
     if not grows(cfg):
-        form = "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as 65536:0.2,131072:0.5"
+        form = (
+            "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as "
+            "65536:0.2,131072:0.5"
+        )
         found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
     name = cfg.init_from or ""
     theirs = {"scratch": "--init_from=None", "resume": "--resume=auto"}
@@ -298,7 +348,9 @@ def out_of_range(cfg, ranks):
         ours = theirs.get(name, f"--init_from=hf:{name}")
         found.append(f"init_from={name} is nanoGPT's; it is {ours} here")
     if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
-        found.append(f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}")
+        found.append(
+            f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}"
+        )
     for name, value in vars(cfg).items():
         if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
             found.append(f"{name}={value!a} must be UTF-8 without NUL")
@@ -316,31 +368,116 @@ def grows(cfg):
     return all(a < b and s < t for (a, s), (b, t) in itertools.pairwise(stages))
 
 
-CONFLICTS = [  # a setting and its values, another one and its values ("not": all but these), why, what to try
+# a setting and its values, another one and its values ("not": all but these), why, what to try
+CONFLICTS = [
     ("precision", "fp16", "parallel", "not ddp", "which has no loss scaler", "--precision=bf16"),
     ("precision", "fp16", "optimizer", "not adamw", "which has no loss scaler", "--precision=bf16"),
-    ("shard_size", "not None", "parallel", "not hsdp", "which has no groups of ranks", "--parallel=hsdp"),
-    ("weights", "bf16", "optimizer", "not adamw8bit", "which loses small updates", "--optimizer=adamw8bit"),
+    (
+        "shard_size",
+        "not None",
+        "parallel",
+        "not hsdp",
+        "which has no groups of ranks",
+        "--parallel=hsdp",
+    ),
+    (
+        "weights",
+        "bf16",
+        "optimizer",
+        "not adamw8bit",
+        "which loses small updates",
+        "--optimizer=adamw8bit",
+    ),
     ("weights", "bf16", "precision", "fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
-    ("offload_states", "True", "parallel", "ddp", "which does not shard the model", "--parallel=fsdp"),
-    ("offload_states", "True", "optimizer", "not adamw", "which needs the GPU", "--optimizer=adamw"),
-    ("deterministic", "True", "attention", "cudnn", "which adds in no fixed order", "--attention=flash"),
-    ("overwrite", "True", "resume", "not none", "which goes on with what it removes", "one of them"),
+    (
+        "offload_states",
+        "True",
+        "parallel",
+        "ddp",
+        "which does not shard the model",
+        "--parallel=fsdp",
+    ),
+    (
+        "offload_states",
+        "True",
+        "optimizer",
+        "not adamw",
+        "which needs the GPU",
+        "--optimizer=adamw",
+    ),
+    (
+        "deterministic",
+        "True",
+        "attention",
+        "cudnn",
+        "which adds in no fixed order",
+        "--attention=flash",
+    ),
+    (
+        "overwrite",
+        "True",
+        "resume",
+        "not none",
+        "which goes on with what it removes",
+        "one of them",
+    ),
     ("max_seconds", "not None", "max_tokens", "not None", "which ends the run too", "one of them"),
-    ("max_seconds", "not None", "weight_decay", "None", "which counts the steps", "--weight_decay=0.1"),
+    (
+        "max_seconds",
+        "not None",
+        "weight_decay",
+        "None",
+        "which counts the steps",
+        "--weight_decay=0.1",
+    ),
     ("max_seconds", "not None", "deterministic", "True", "which a clock is not", "--max_tokens"),
     ("batch_schedule", "not None", "overfit", "True", "which repeats one batch", "one of them"),
-    ("cuda_graph", "True", "parallel", "not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
+    (
+        "cuda_graph",
+        "True",
+        "parallel",
+        "not ddp",
+        "whose collectives it cannot hold",
+        "--parallel=ddp",
+    ),
     ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
     ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
-    ("cuda_graph", "True", "context_parallel", "not 1", "whose collectives it cannot hold", "one of them"),
+    (
+        "cuda_graph",
+        "True",
+        "context_parallel",
+        "not 1",
+        "whose collectives it cannot hold",
+        "one of them",
+    ),
     ("cuda_graph", "True", "document_mask", "True", "which waits for the GPU", "one of them"),
     ("remat_tile", "not None", "remat", "none", "which tiles nothing", "--remat=selective"),
-    ("remat_offload", "True", "remat", "none selective", "which keeps too much to move", "--remat=block"),
-    ("dropout", "not 0 0.0", "remat", "attention", "which would draw other numbers", "--remat=block"),
+    (
+        "remat_offload",
+        "True",
+        "remat",
+        "none selective",
+        "which keeps too much to move",
+        "--remat=block",
+    ),
+    (
+        "dropout",
+        "not 0 0.0",
+        "remat",
+        "attention",
+        "which would draw other numbers",
+        "--remat=block",
+    ),
     ("dropout", "not 0 0.0", "document_mask", "True", "whose attention has none", "--dropout=0"),
     ("attention", "not auto", "document_mask", "True", "which brings its own", "--attention=auto"),
-    ("remat", "attention", "document_mask", "True", "whose parts of a row it mixes", "--remat=block"),
+    (
+        "remat",
+        "attention",
+        "document_mask",
+        "True",
+        "whose parts of a row it mixes",
+        "--remat=block",
+    ),
 ]
 
 
@@ -355,7 +492,9 @@ def conflicts(cfg, ranks):
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
     if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
-        found.append("weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16")
+        found.append(
+            "weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16"
+        )
     return found
 
 
@@ -365,7 +504,9 @@ def is_among(value, values):
 
 
 def shape_conflicts(cfg, ranks):
-    """Conflicts with the shape of the model or the batch, one line each; checked when all else is right."""
+    """Conflicts with the shape of the model or the batch, one line each;
+    checked when all else is right.
+    """
     N = cfg.context_parallel
     D = cfg.head_size
     found = []
@@ -376,11 +517,17 @@ def shape_conflicts(cfg, ranks):
     for name in ("block_size", "n_head"):
         value = getattr(cfg, name)
         if value % N:
-            found.append(f"{name}={value} must be divisible by context_parallel={N}; try {value // N * N}")
+            found.append(
+                f"{name}={value} must be divisible by context_parallel={N}; try {value // N * N}"
+            )
     if cfg.kv_heads % N and N % cfg.kv_heads:
-        found.append(f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other")
+        found.append(
+            f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other"
+        )
     micro = cfg.micro_tokens(ranks)
-    product = f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}*{ranks // N} = {micro}"
+    product = (
+        f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}*{ranks // N} = {micro}"
+    )
     for tokens, _ in cfg.stages:
         if tokens % micro:
             name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"

@@ -1,13 +1,14 @@
 """Pre-train a GPT or a Llama.
 
-    python train.py config/quickstart.py                          # one process: CPU, one GPU, Apple's MPS
-    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py                         # one node
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py ...
+    python train.py config/quickstart.py               # one process: CPU, one GPU, MPS
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py   # one node
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d \
+        --rdzv_endpoint=HOST:29500 train.py ...                      # two nodes
 
 Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl,
 config.json, the code that ran (model.py, kernels.py, source.json) and checkpoints, step_*/.
-Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite,
-128 + N saved and stopped by signal N (docs/operations.md).
+Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are
+not finite, 128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run
@@ -15,7 +16,8 @@ from run import source
 from run.hf import adopt
 from settings import Config, check
 
-if __name__ == "__main__":  # torch takes seconds to import: --help and a mistake in a setting answer before
+# torch takes seconds to import: --help and a mistake in a setting answer before
+if __name__ == "__main__":
     cfg = parse(Config, check, adopt)
 
 import dataclasses
@@ -52,8 +54,8 @@ from system.files import Lock
 class State:
     """What a run has come to: a checkpoint holds this, and a resumed run goes on from it.
 
-    Saved along with it are each rank's random-number generators, buffers where they differ, and in fp8 the
-    amaxes of the last step.
+    Saved along with it are each rank's random-number generators, buffers where they differ, and in
+    fp8 the amaxes of the last step.
     """
 
     model: torch.nn.Module
@@ -64,15 +66,19 @@ class State:
     tokens: int = 0  # tokens read by all ranks
     seconds: float = 0.0  # of training steps, as the ranks agree on them (Logger.elapsed)
     evaluated: int | None = None  # the step after which all evaluations that were due have run
-    score: float | None = None  # of the evaluation that chooses the best checkpoint, after that step
-    own: dict = dataclasses.field(default_factory=dict)  # yours: tensors, numbers, objects with a state_dict
+    score: float | None = None  # of the evaluation that chooses the best checkpoint, at that step
+    own: dict = dataclasses.field(
+        default_factory=dict
+    )  # yours: tensors, numbers, what has a state_dict
 
 
 class Training:
     """A run's state and how a step is computed: precision, ranks, a CUDA graph or not."""
 
     def __init__(self, cfg, world, loader=None, weights=None, eot=None):
-        """weights: a checkpoint's, or None; eot: the id that separates documents, for document masks."""
+        """weights: a checkpoint's, or None; eot:
+        the id that separates documents, for document masks.
+        """
         self.cfg, self.world = cfg, world
         model, self.analysis = build_model(cfg, world, weights, eot)
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
@@ -92,13 +98,16 @@ class Training:
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
-        # as though the largest batch were all targets, also in a graph; `clip` puts in the true number
+        # as though the largest batch were all targets, also in a graph; `clip` puts in the true
+        # number
         share = loss * (count / self.rank_tokens)
         self.state.scaler.scale(share).backward()
         return self.figures.sums(share, count, extras)
 
     def accumulate(self, next_batch):
-        """Forward and backward of a step's micro-batches, whose gradients add up -> their sums, added up."""
+        """Forward and backward of a step's micro-batches, whose
+        gradients add up -> their sums, added up.
+        """
         totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
             x, y = next_batch()
@@ -114,16 +123,21 @@ class Training:
         return totals
 
     def clip(self, totals):
-        """Makes the gradients those of the mean over the step's targets, clips them; returns their norm."""
+        """Makes the gradients those of the mean over the step's targets, clips them;
+        returns their norm.
+        """
         self.state.scaler.unscale_(self.state.optimizer)
         targets = parallel.sum_over_ranks(totals[1].clone())
         factor = self.cfg.batch_tokens / targets.clamp(min=1)
         return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
 
     def update(self, totals, norm):
-        """One step of the optimizer; with max_skipped_steps none where the loss or the norm is not finite."""
+        """One step of the optimizer; with max_skipped_steps none where
+        the loss or the norm is not finite.
+        """
         state = self.state
-        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":  # whose scaler skips by itself
+        # whose scaler skips by itself
+        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":
             # the optimizer leaves weights and states as they are, which no host needs to know
             state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
             spoilt = state.optimizer.found_inf.to(totals[0].device) > 0
@@ -149,7 +163,8 @@ def train(cfg, world, watch):
     given = cfg
     writes = world.main and not cfg.dry_run
     cfg, chosen = choose(cfg, world.device)
-    check(dataclasses.replace(cfg, attention="auto"), world.size)  # the resolved precision may be in conflict
+    # the resolved precision may be in conflict
+    check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)

@@ -1,11 +1,12 @@
 """Loss and bits per byte of a model on held-out text, folder by folder, with standard errors.
 
     python validate.py data/books data/wiki --checkpoint=out/a
-    python validate.py data/books data/wiki --checkpoint=out/a --against=out/b     # and the difference, a - b
+    python validate.py data/books data/wiki --checkpoint=out/a --against=out/b  # and a - b
     torchrun --standalone --nproc_per_node=8 validate.py data/books --pretrained=FOLDER_OR_HUB_NAME
 
-Reads the validation shards that fineweb.py wrote. A standard error says how far other such documents
-would move the figure. Two models find the same documents hard, so that their difference has a smaller one.
+Reads the validation shards that fineweb.py wrote. A standard error says how far other such
+documents would move the figure. Two models find the same documents hard, so that their difference
+has a smaller one.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ class Config(TrainedConfig):
 def main(cfg):
     refuse(too_small(cfg, {"tokens": 1, "batch_size": 1}))
     if not cfg.words:
-        raise UserError("name folders with validation shards: validate.py data/books --checkpoint=out/books")
+        raise UserError(
+            "name folders with validation shards: validate.py data/books --checkpoint=out/books"
+        )
     from run import trained
     from run.evaluate import in_words, losses
     from scale import parallel
@@ -41,14 +44,18 @@ def main(cfg):
         lines = [[folder, size, *in_words(losses(table, documents))]]
         if others:
             difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
-            lines.append([folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))])
+            lines.append(
+                [folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))]
+            )
         if is_rank_0():
             say(*map(" | ".join, lines), sep="\n")
     parallel.stop()
 
 
 def measure(cfg, words, T=None):
-    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model; T: None: its own."""
+    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model;
+    T: None: its own.
+    """
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
     from run import checkpoint_folders, evaluate, reshard, trained
@@ -63,14 +70,18 @@ def measure(cfg, words, T=None):
         newest = [cfg.checkpoint, *checkpoint_folders.folders(cfg.checkpoint)][-1]
         if reshard.read_state(newest).get("config", {}).get("document_mask"):
             documents.apply(model, tokenizer.eot)
-    of_rank = dict(rank=world.rank, world=world.size, vocab_size=shape.vocab_size, device=world.device)
+    of_rank = dict(
+        rank=world.rank, world=world.size, vocab_size=shape.vocab_size, device=world.device
+    )
     found = {}
     for word in words:
         for folder, _ in mixture.folders(word):
             loader = TokenLoader(folder, "val", cfg.batch_size, T, **of_rank)
             sizes = loader.token_bytes
             if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
-                raise DataError(f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}")
+                raise DataError(
+                    f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
+                )
             table, _ = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
             found[folder] = table, loader.documents(table.shape[1])
             loader.close()

@@ -1,7 +1,7 @@
 # python train.py config/gpt2_124m_tuned.py
-# GPT-2 124M with AdamW tuned for 300M tokens (docs/modern.md): what config/modern_124m.py is held against. It
-# reaches 3.298 on books, Wikipedia and technical documentation, in 9.4 minutes on one H100 (530,000
-# tokens/s).
+# GPT-2 124M with AdamW tuned for 300M tokens (docs/modern.md): what config/modern_124m.py is held
+# against. It reaches 3.298 on books, Wikipedia and technical documentation, in 9.4 minutes on one
+# H100 (530,000 tokens/s).
 from config.gpt2_124m import *  # noqa: F403
 
 out_dir = "out/gpt2_124m_tuned"

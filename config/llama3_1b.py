@@ -1,6 +1,6 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/llama3_1b.py
-# The shape of Llama 3.2 1B: tied embeddings, and RoPE scaled from 8K to 128K tokens of context. The recipe
-# trains at 8K tokens; its loss is not measured, its speed is in docs/results.md.
+# The shape of Llama 3.2 1B: tied embeddings, and RoPE scaled from 8K to 128K tokens of context. The
+# recipe trains at 8K tokens; its loss is not measured, its speed is in docs/results.md.
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_1b"

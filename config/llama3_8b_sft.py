@@ -1,12 +1,14 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/llama3_8b_sft.py
-# Fine-tunes Llama 3.1 8B's base weights on dialogues, of which only the answers carry loss, at 8,192 tokens,
-# after you accepted the licence on the hub:
-#   hf download meta-llama/Llama-3.1-8B-Instruct tokenizer.json tokenizer_config.json --local-dir=data/llama3
+# Fine-tunes Llama 3.1 8B's base weights on dialogues, of which only the answers carry loss, at
+# 8,192 tokens, after you accepted the licence on the hub:
+#   hf download meta-llama/Llama-3.1-8B-Instruct tokenizer.json tokenizer_config.json \
+#       --local-dir=data/llama3
 #   python fineweb.py --dataset=HuggingFaceTB/smoltalk --subset=all --text_key=messages \
 #       --tokenizer=data/llama3 --shuffle_seed=1337 --pack=8192 --val_tokens=2097152 \
 #       --out_dir=data/smoltalk-llama3
 # To answer:
-#   python sample.py --checkpoint=out/llama3_8b_sft --chat --temperature=0 --n_samples=1 --prompt="Why?"
+#   python sample.py --checkpoint=out/llama3_8b_sft --chat --temperature=0 --n_samples=1 \
+#       --prompt="Why?"
 # It has not been run here. The start of a run shows how many epochs max_steps are.
 from config.llama3_8b import *  # noqa: F403
 

@@ -1,6 +1,6 @@
 # python train.py config/llama3_mini.py --data_dir=DATA
-# Llama 3's architecture at a size that a CPU can debug: grouped key/value heads, an untied head, scaled RoPE.
-# DATA: any shards of GPT-2 tokens.
+# Llama 3's architecture at a size that a CPU can debug: grouped key/value heads, an untied head,
+# scaled RoPE. DATA: any shards of GPT-2 tokens.
 from config.llama3_8b import *  # noqa: F403
 
 out_dir = "out/llama3_mini"

@@ -1,8 +1,9 @@
 # python train.py config/modern_124m.py
-# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in 6 to 7
-# minutes on one H200 (790,000 tokens/s; 650,000 with --precision=bf16). On books, Wikipedia and technical
-# documentation it ends at a loss of 3.177 (3.169 in bf16), where GPT-2 with a tuned AdamW ends at 3.298. For
-# text that is read once: config/modern_124m_once.py. On four GPUs: --batch_size=32.
+# Muon and the modern switches at GPT-2's width (docs/modern.md): 300M tokens of FineWeb-Edu in 6 to
+# 7 minutes on one H200 (790,000 tokens/s; 650,000 with --precision=bf16). On books, Wikipedia and
+# technical documentation it ends at a loss of 3.177 (3.169 in bf16), where GPT-2 with a tuned AdamW
+# ends at 3.298. For text that is read once: config/modern_124m_once.py. On four GPUs:
+# --batch_size=32.
 out_dir = "out/modern_124m"
 data_dir = "data/fineweb-edu"
 
@@ -23,7 +24,8 @@ warmup_steps = 20
 momentum_warmup = 300
 shuffle_seed = 1337
 precision = "auto8"
-cuda_graph = "auto"  # four H200s: 2,801,190 tokens/s instead of 1,478,374, which the host cannot launch
+# four H200s: 2,801,190 tokens/s instead of 1,478,374, which the host cannot launch
+cuda_graph = "auto"
 
 eval_interval = 250
 eval_tokens = 1_048_576

@@ -1,6 +1,6 @@
 # python train.py config/modern_350m.py
-# The recipe of config/modern_124m.py at the size of GPT-2 medium: 24 blocks of width 1,024 with eight heads
-# of 128.
+# The recipe of config/modern_124m.py at the size of GPT-2 medium: 24 blocks of width 1,024 with
+# eight heads of 128.
 from config.modern_124m import *  # noqa: F403
 
 out_dir = "out/modern_350m"

@@ -1,8 +1,9 @@
 # python train.py config/shakespeare_char.py
-# A GPT of 0.8M parameters on the characters of one text, after nanoGPT's Shakespeare on a CPU. Data of any
-# text:
+# A GPT of 0.8M parameters on the characters of one text, after nanoGPT's Shakespeare on a CPU. Data
+# of any text:
 #   python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-# Two minutes on an idle CPU core. 1.1 MB of Shakespeare's plays (--vocab_size=72) end at a loss of 1.85.
+# Two minutes on an idle CPU core. 1.1 MB of Shakespeare's plays (--vocab_size=72) end at a loss of
+# 1.85.
 out_dir = "out/shakespeare_char"
 data_dir = "data/shakespeare_char"
 

@@ -4,10 +4,11 @@ import contextlib
 
 from system.errors import UserError
 
-# What a folder may hold in place of a tokenizer.json, which each class of transformers makes of it in its way
+# What a folder may hold in place of a tokenizer.json, which each class of transformers makes of it
+# in its way
 VOCABULARIES = (
-    "vocab.json merges.txt vocab.txt tokenizer.model spiece.model tiktoken.model tekken.json".split()
-)
+    "vocab.json merges.txt vocab.txt tokenizer.model spiece.model tiktoken.model tekken.json"
+).split()
 AGAIN = "finished shards are kept; run the same command again"  # advice of fineweb.py
 
 
@@ -19,14 +20,17 @@ class DataError(UserError):
 
 @contextlib.contextmanager
 def told(what, kind=UserError, advice="", again=False):
-    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>: <error><advice>".
+    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>:
+    <error><advice>".
 
-    again: advise to run the same command again, unless the error lies in what was read and would come again.
+    again: advise to run the same command again, unless the error lies in what was read and would
+    come again.
     """
     try:
         yield
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # no Exception; its class cannot be imported
+        # no Exception; its class cannot be imported
+        panic = type(error).__name__ == "PanicException"
         error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
         if isinstance(error, UserError):
             raise error from None

@@ -1,4 +1,6 @@
-"""Chat templates: dialogues, or prompts with completions, as tokens of which answers alone carry loss."""
+"""Chat templates: dialogues, or prompts with completions,
+as tokens of which answers alone carry loss.
+"""
 
 import datetime
 import functools
@@ -13,10 +15,17 @@ import jinja2.sandbox
 import numpy as np
 
 from corpus import DataError, told
-from corpus.tokenizer import HuggingFace, read_beside, refuse_link, special_tokens, without_surrogates
+from corpus.tokenizer import (
+    HuggingFace,
+    read_beside,
+    refuse_link,
+    special_tokens,
+    without_surrogates,
+)
 from system.errors import UserError
 
-MARKS = "\ufdd0\ufdd1"  # around an answer while a template is rendered; Unicode has them for such uses
+# around an answer while a template is rendered; Unicode has them for such uses
+MARKS = "\ufdd0\ufdd1"
 
 
 def stop_ids(folder, tokenizer):
@@ -32,7 +41,9 @@ def stop_ids(folder, tokenizer):
 
 
 def eos_id(folder, tokenizer):
-    """The id of the eos_token of a folder's files; None without one, or if the tokenizer lacks it."""
+    """The id of the eos_token of a folder's files;
+    None without one, or if the tokenizer lacks it.
+    """
     ids = tokenizer.encode_special(special_tokens(folder).get("eos_token", ""))
     return ids[0] if len(ids) == 1 else None
 
@@ -73,7 +84,9 @@ def strftime_now(form):
 
 
 class Template:
-    """A folder's chat template, as the model was trained to read conversations; text: None if it has none."""
+    """A folder's chat template, as the model was trained to read conversations;
+    text: None if it has none.
+    """
 
     def __init__(self, folder, tokenizer):
         self.folder = folder
@@ -97,19 +110,25 @@ class Template:
         text, _ = self.render(messages, reply=True)
         ids = self.tokenizer.encode_special(text)
         if ids and max(ids) >= self.tokenizer.embedded:
-            raise UserError(f"{self.folder}: its template gives the id {max(ids)}, which the model lacks")
+            raise UserError(
+                f"{self.folder}: its template gives the id {max(ids)}, which the model lacks"
+            )
         return ids
 
     def render(self, messages, reply=False):
-        """(text of a conversation, perhaps with the beginning of a reply; its parts in {% generation %}).
+        """(text of a conversation, perhaps with the beginning of a reply; its parts in {%
+        generation %}).
 
         A part is the places of its first character and of the one after its last. Raises UserError.
         """
         if self.text is None:
             name = self.folder or self.tokenizer.name
-            raise UserError(f"{name} has no chat template; give a folder with one, --tokenizer=FOLDER")
+            raise UserError(
+                f"{name} has no chat template; give a folder with one, --tokenizer=FOLDER"
+            )
         values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
-        with told(f"{self.folder}: its chat template fails"):  # it computes: any error can come of it
+        # it computes: any error can come of it
+        with told(f"{self.folder}: its chat template fails"):
             if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             text = without_surrogates(self.compiled.render(self.special | values))
@@ -119,7 +138,9 @@ class Template:
 
 
 class Dialogues:
-    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if there is one."""
+    """Dialogues and pairs to tokens, with the chat template of a
+    tokenizer's folder if there is one.
+    """
 
     def __init__(self, tokenizer):
         folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
@@ -132,7 +153,9 @@ class Dialogues:
         self.digest = hashlib.sha256(parts.encode()).hexdigest()
 
     def rows(self, documents):
-        """Yields an array of (token, loss) for each list of messages or pair; it is empty without answers."""
+        """Yields an array of (token, loss) for each list of messages or pair;
+        it is empty without answers.
+        """
         for document in documents:
             if document in (None, (None, None)):
                 yield self._row([])
@@ -148,12 +171,16 @@ class Dialogues:
         return row
 
     def _pair(self, prompt, completion):
-        """Separator, prompt, completion and eos; where that is the separator, the next document's serves."""
+        """Separator, prompt, completion and eos;
+        where that is the separator, the next document's serves.
+        """
         if self.template.text is not None:
             question = dict(role="user", content=prompt)
             return self._dialogue([question, dict(role="assistant", content=completion)])
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise DataError(f"prompt and completion must be texts, got {[prompt, completion]!r:.90}")
+            raise DataError(
+                f"prompt and completion must be texts, got {[prompt, completion]!r:.90}"
+            )
         if not completion:
             return self._row([])
         prompt, completion = self.tokenizer.encode_batch([prompt, completion])
@@ -167,9 +194,12 @@ class Dialogues:
 
     def _dialogue(self, messages):
         """A separator and the rendered messages, of which the answers carry loss."""
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and m.get("role") for m in messages
+        ):
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # datasets adds None
+        # datasets adds None
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return self._row([])
@@ -193,7 +223,9 @@ class Dialogues:
         return row
 
     def _answer(self, messages, i, text):
-        """The places in the whole text where answer i begins, after the generation prompt, and ends."""
+        """The places in the whole text where answer i begins, after
+        the generation prompt, and ends.
+        """
         before, _ = self.template.render(messages[:i], reply=True)
         after, _ = self.template.render(messages[: i + 1])
         if not (text.startswith(after) and after.startswith(before)):

@@ -1,6 +1,7 @@
 """Batches of rows from shards of tokens, in an order that the seed and a row's number alone decide.
 
-row of the run -> folder of the mixture -> epoch and row in it -> first token -> T + 1 tokens -> (x, y)
+row of the run -> folder of the mixture -> epoch and row in it -> first token -> T + 1 tokens -> (x,
+y)
 """
 
 import array
@@ -21,7 +22,9 @@ from system import files
 
 
 def prefetched(items, depth):
-    """Yields `items`, which a thread makes at most `depth` ahead; its exceptions are raised here."""
+    """Yields `items`, which a thread makes at most `depth` ahead;
+    its exceptions are raised here.
+    """
     items = iter(items)
     end = object()
     pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -37,8 +40,9 @@ def prefetched(items, depth):
 class Rows:
     """The rows of T + 1 tokens of a folder's split, in the order in which a run reads them.
 
-    Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows that are
-    shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch. share: of the mixture.
+    Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
+    that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
+    share: of the mixture.
     """
 
     def __init__(self, shards, share, T, shuffle_seed, align):
@@ -62,7 +66,9 @@ class Rows:
         return np.random.default_rng((seed, epoch)).permutation(self.per_epoch)
 
     def read(self, row):
-        """(ids, whether each carries loss, None: all do), (T + 1,), of a row from the start of training."""
+        """(ids, whether each carries loss, None:
+        all do), (T + 1,), of a row from the start of training.
+        """
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
             self.order = self.shuffle(epoch, self.shuffle_seed)
@@ -72,7 +78,9 @@ class Rows:
 
 
 def aligned_starts(documents, tokens, T):
-    """Row starts of an epoch: after p the last of `documents`, sorted positions, in (p, p+T], else p+T."""
+    """Row starts of an epoch: after p the last of `documents`, sorted positions, in
+    (p, p+T], else p+T.
+    """
     edges = [0, *documents.tolist(), tokens]
     starts = array.array("q")
     p = 0
@@ -85,10 +93,12 @@ def aligned_starts(documents, tokens, T):
 
 @dataclass(eq=False)
 class TokenLoader:
-    """Batches for one rank from a split of one folder, or of several in a mixture (corpus/mixture.py).
+    """Batches for one rank from a split of one folder, or of several in a mixture
+    (corpus/mixture.py).
 
-    All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and rank r of
-    them the B rows from r*B on, so that a global batch holds the same rows for every B and world.
+    All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and
+    rank r of them the B rows from r*B on, so that a global batch holds the same rows for every B
+    and world.
     """
 
     data_dir: str
@@ -143,7 +153,8 @@ class TokenLoader:
             if not same_tokenizer(one, shards[0]):
                 raise DataError(
                     f"data_dir={self.data_dir}: {one.folder} has the tokenizer {one.tokenizer}, "
-                    f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py --tokenizer"
+                    f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py "
+                    "--tokenizer"
                 )
             if one.pack and (one.pack != self.T or self.align):
                 self.warnings.append(
@@ -152,7 +163,9 @@ class TokenLoader:
                 )
 
     def next(self):
-        """(x, y), each int64 (B, T) on the device, y one token later than x; -100 in y has no loss."""
+        """(x, y), each int64 (B, T) on the device, y one token later than x;
+        -100 in y has no loss.
+        """
         batch = next(self.prefetched)
         self.rows += self.world * self.B
         return self._to_device(batch)
@@ -167,7 +180,8 @@ class TokenLoader:
 
     def _batches(self, row):
         """Yields this rank's batches from a row of the run on."""
-        if self.device.type == "cuda":  # a thread starts on GPU 0; pinning would allocate a context there
+        # a thread starts on GPU 0; pinning would allocate a context there
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         for first in itertools.count(row + self.rank * self.B, self.world * self.B):
             yield self._batch([self._read(i) for i in range(first, first + self.B)])
@@ -181,7 +195,9 @@ class TokenLoader:
 
     def _batch(self, rows):
         """x and y as int32 (2, B, T), half of int64's bytes, in pinned memory for CUDA."""
-        batch = torch.empty(2, self.B, self.T, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        batch = torch.empty(
+            2, self.B, self.T, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
         x, y = batch.numpy()
         for i, (ids, has_loss) in enumerate(rows):
             x[i] = ids[:-1]
@@ -199,18 +215,23 @@ class TokenLoader:
         return min(tokens, self.tokens - 1) // self.T
 
     def eval_batches(self, tokens):
-        """Yields this rank's (x, y) of rows 0 to tokens//T - 1; y is -100 in rows that fill a batch up."""
+        """Yields this rank's (x, y) of rows 0 to tokens//T - 1;
+        y is -100 in rows that fill a batch up.
+        """
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
         if not any(self._has_loss(row) for row in range(rows)):
             raise DataError(
-                f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with loss; "
+                f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with "
+                "loss; "
                 "raise --eval_tokens"
             )
         for global_batch in range(0, rows, self.world * self.B):
             first = global_batch + self.rank * self.B
             starts = [row * self.T if row < rows else 0 for row in range(first, first + self.B)]
-            x, y = self._to_device(self._batch([shards.read(start, self.T + 1) for start in starts]))
+            x, y = self._to_device(
+                self._batch([shards.read(start, self.T + 1) for start in starts])
+            )
             y[max(0, rows - first) :] = -100
             yield x, y
 
@@ -220,7 +241,9 @@ class TokenLoader:
         return has_loss is None or has_loss.any()
 
     def documents(self, rows):
-        """(rows,): the number of the document in which each row begins; if eot is unknown, of the row."""
+        """(rows,): the number of the document in which each row begins;
+        if eot is unknown, of the row.
+        """
         if self.eot is None:
             return np.arange(rows)
         ids, _ = self.folders[0].shards.read(0, rows * self.T)
@@ -241,7 +264,9 @@ class TokenLoader:
         return found + [("warning", words) for words in self.warnings]
 
     def state_dict(self):
-        """The position of a run, which goes on after `rows`, and what tells other data from this."""
+        """The position of a run, which goes on after `rows`,
+        and what tells other data from this.
+        """
         state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
         state["block_size"] = self.T
         if self.validation:
@@ -252,7 +277,10 @@ class TokenLoader:
         return state
 
     def load_state_dict(self, state):
-        """Continues exactly after the saved row, for any B and world. Raises DataError for other data."""
+        """Continues exactly after the saved row, for any B and world.
+
+        Raises DataError for other data.
+        """
         rows = state.get("rows")
         if not files.count(rows):
             raise DataError(f"the checkpoint has no position in shards of tokens: rows={rows!r}")
@@ -269,7 +297,9 @@ class TokenLoader:
                     f"{self.data_dir} is not the data of the checkpoint: {differ}; "
                     "to go on with it anyway: --allow_data_change"
                 )
-            self.warnings.append(f"other data than before ({differ})" + self._goes_on(state, changed))
+            self.warnings.append(
+                f"other data than before ({differ})" + self._goes_on(state, changed)
+            )
         self.close()
         self._start_at(rows)
 
@@ -299,12 +329,18 @@ class TokenLoader:
             if epoch == 0 or None not in seeds:  # else the rows of one of them are shifted
                 before, now = (rows.shuffle(epoch, seed) for seed in seeds)
                 again = np.intersect1d(before[:place], now[place:]).size
-                left = f"of the {rows.per_epoch - place:,} left in this epoch {again:,} were read already"
+                left = (
+                    f"of the {rows.per_epoch - place:,} left in this epoch {again:,} were "
+                    "read already"
+                )
                 return f"{where}{left}, and as many that were not are left out"
         elif changed == {"block_size"} and self.shuffle_seed is None and not self.align:
             if files.count(state.get("block_size")):
                 tokens = state["rows"] * (self.T - state["block_size"])
-                return f"{where}{abs(tokens):,} tokens are {'left out' if tokens > 0 else 'read again'}"
+                return (
+                    f"{where}{abs(tokens):,} tokens are "
+                    f"{'left out' if tokens > 0 else 'read again'}"
+                )
         return f"{where}the rows before it are left out, and what was read before may come again"
 
 

@@ -1,7 +1,8 @@
-"""Reorders documents for fineweb.py --pack, so that few of them cross a multiple of block_size tokens.
+"""Reorders documents for fineweb.py --pack, so that few of them cross a multiple of block_size
+tokens.
 
-Best fit as in https://arxiv.org/abs/2404.10830, but within blocks and without padding: a document that is cut
-at the end of a group of `size` tokens goes on in the next group.
+Best fit as in https://arxiv.org/abs/2404.10830, but within blocks and without padding: a document
+that is cut at the end of a group of `size` tokens goes on in the next group.
 """
 
 import numpy as np
@@ -35,7 +36,9 @@ def blocks(documents):
 
 
 def order(lengths, size, room):
-    """Yields the indices of documents of these lengths in packed order; room: tokens left in the group."""
+    """Yields the indices of documents of these lengths in packed order;
+    room: tokens left in the group.
+    """
     waiting = dict(enumerate(lengths))
     while waiting:
         i = next(iter(waiting))  # one that is longer than a group is cut wherever it begins

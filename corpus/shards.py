@@ -1,7 +1,8 @@
 """Shards of tokens as fineweb.py writes them: found, verified, and read as one circle of tokens.
 
-The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before each
-document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read too.
+The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before
+each document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read
+too.
 """
 
 import bisect
@@ -19,7 +20,8 @@ from corpus.tokenizer import built_in, fits
 from system import files
 
 HEADER_BYTES = 1024
-FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, token dtype), as in llm.c
+# magic: (version, token dtype), as in llm.c
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 BLOCKS = 16  # of a file, of which its fingerprint is made
 BLOCK_BYTES = 1 << 16
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
@@ -64,7 +66,10 @@ def read_manifest(folder):
 
 
 def read_token_bytes(folder):
-    """UTF-8 bytes of each token id from token_bytes.npy, None without a manifest. Raises DataError."""
+    """UTF-8 bytes of each token id from token_bytes.npy, None without a manifest.
+
+    Raises DataError.
+    """
     path = Path(folder, "token_bytes.npy")
     expected = read_manifest(folder).get("token_bytes_sha256")
     if expected is None:
@@ -75,7 +80,9 @@ def read_token_bytes(folder):
 
 
 def read_header(path):
-    """(tokens, their dtype, bytes before them) of a .bin file; None tokens: all, since it has no header."""
+    """(tokens, their dtype, bytes before them) of a .bin file;
+    None tokens: all, since it has no header.
+    """
     size = os.path.getsize(path)
     magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
@@ -94,21 +101,32 @@ def read_header(path):
 
 
 def open_shard(path):
-    """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin, as a read-only memory map."""
-    with told(f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"):
+    """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin,
+    as a read-only memory map.
+    """
+    with told(
+        f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"
+    ):
         if path.suffix != ".npy":
             count, dtype, offset = read_header(path)
             return np.memmap(path, dtype, "r", offset, count)
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
-        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens) or extra:
+        if (
+            tokens.ndim != 1
+            or tokens.dtype not in (np.uint16, np.uint32)
+            or not len(tokens)
+            or extra
+        ):
             found = f"{tokens.dtype} {tokens.shape} and {extra} bytes more"
             raise damaged(path, found, "uint16 or uint32 tokens")
         return tokens
 
 
 def mask_path(path):
-    """The file beside a shard that marks tokens with loss: a bit a token, the lowest of a byte first."""
+    """The file beside a shard that marks tokens with loss:
+    a bit a token, the lowest of a byte first.
+    """
     return Path(path).with_suffix(".mask")
 
 
@@ -122,13 +140,17 @@ def open_mask(path, tokens):
 
 
 def split_of(name):
-    """train or val: the last word, but for the number, in a shard's file name; None if it is neither."""
+    """train or val: the last word, but for the number, in a shard's file name;
+    None if it is neither.
+    """
     found = re.search(r"_(train|val)(?:_[^_]*)?\.(?:bin|npy)$", name)
     return found and found[1]
 
 
 def find_shards(folder, split):
-    """Sorted paths of a split: the shards that a manifest lists, or any, or nanoGPT's; or a DataError."""
+    """Sorted paths of a split: the shards that a manifest lists, or any, or nanoGPT's;
+    or a DataError.
+    """
     nanogpt = f"{split}.bin"
     names = sorted(glob.glob(f"*{split}*", root_dir=folder))
     names = [name for name in names if split_of(name) == split or name == nanogpt]
@@ -138,25 +160,35 @@ def find_shards(folder, split):
     if listed is not None:
         expected = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
         for name in sorted(expected ^ {*names}):
-            wrong = "is missing; bring it back" if name in expected else "is not one of them; move it away"
+            wrong = (
+                "is missing; bring it back"
+                if name in expected
+                else "is not one of them; move it away"
+            )
             raise DataError(f"{folder}/manifest.json lists the shards, and {name} {wrong}")
     paths = [Path(folder, name) for name in names]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path} is a folder, a pipe or a device; expected a file; move it away")
+            raise DataError(
+                f"{path} is a folder, a pipe or a device; expected a file; move it away"
+            )
     if paths:
         return paths
     if not os.path.isdir(folder):
-        here = "; ./quickstart.sh makes this one" if os.path.basename(folder) == "quickstart" else ""
+        here = (
+            "; ./quickstart.sh makes this one" if os.path.basename(folder) == "quickstart" else ""
+        )
         raise DataError(f"no such folder: {folder}; {MAKE_DATA}{here}")
     hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
     raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}")
 
 
 def fingerprint(folders, split):
-    """A digest of the content of a split of folders, behind the number of its version. Raises DataError.
+    """A digest of the content of a split of folders, behind the number of its version. Raises
+    DataError.
 
-    It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see `verify`.
+    It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see
+    `verify`.
     """
     lines = []
     for folder in folders:
@@ -167,13 +199,18 @@ def fingerprint(folders, split):
                 shard = listed[path.name]
                 lines += [shard["sha256"], shard.get("mask_sha256", "")]
         masks = [mask_path(path) for path in paths if mask_path(path).is_file()]
-        with told(f"{folder} cannot be read", DataError), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with (
+            told(f"{folder} cannot be read", DataError),
+            concurrent.futures.ThreadPoolExecutor(8) as pool,
+        ):
             lines += pool.map(sampled_digest, [*paths, *masks])
     return "2:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def sampled_digest(path):
-    """SHA-256 of a file's length and of BLOCKS blocks spread over it; of a small file of all its bytes."""
+    """SHA-256 of a file's length and of BLOCKS blocks spread over it;
+    of a small file of all its bytes.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(f"{size} ".encode())
@@ -187,9 +224,13 @@ def sampled_digest(path):
 
 
 def verify(data_dir):
-    """Compares every shard and mask of the folders with the manifest's SHA-256. Raises DataError."""
+    """Compares every shard and mask of the folders with the manifest's SHA-256.
+
+    Raises DataError.
+    """
     for folder, _ in mixture.folders(str(data_dir)):
-        for shard in read_manifest(folder).get("shards", ()):  # somebody else's shards have no checksums
+        # somebody else's shards have no checksums
+        for shard in read_manifest(folder).get("shards", ()):
             path = Path(folder, shard["name"])
             verify_file(path, shard["sha256"])
             if "mask_sha256" in shard:
@@ -209,7 +250,8 @@ def verify_file(path, sha256):
 
 
 class Shards:
-    """The shards of a folder's split as one circle of `tokens` tokens, and what the manifest says of them.
+    """The shards of a folder's split as one circle of `tokens` tokens, and what the manifest says
+    of them.
 
     vocab_size: the model's; None: ids are not compared with it. Raises DataError.
     """
@@ -226,7 +268,8 @@ class Shards:
         if vocab_size is not None and (self.vocab_size or 0) > vocab_size:
             if self.token_bytes is None or not fits(vocab_size, self.token_bytes, self.eot):
                 raise DataError(
-                    f"vocab_size={vocab_size} is below the tokenizer's; try --vocab_size={self.vocab_size}"
+                    f"vocab_size={vocab_size} is below the tokenizer's; try "
+                    f"--vocab_size={self.vocab_size}"
                 )
         self.paths = find_shards(folder, split)
         # a slice of a memmap takes five times as long as one of its view as an array
@@ -234,7 +277,9 @@ class Shards:
         dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
         for path, shard in zip(self.paths, self.shards):
             if shard.dtype != dtype:
-                raise damaged(path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}")
+                raise damaged(
+                    path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}"
+                )
         self.begins = np.cumsum([0, *map(len, self.shards)]).tolist()  # of each shard in the circle
         self.tokens = self.begins[-1]
         masks = [mask_path(path) for path in self.paths]
@@ -244,7 +289,8 @@ class Shards:
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
     def read(self, position, count):
-        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as arrays.
+        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as
+        arrays.
 
         None in place of the second: all do.
         """
@@ -275,7 +321,9 @@ class Shards:
 
 
 def tokenizer_of(folder, manifest):
-    """The tokenizer that a manifest names, or the folder's own file where that is gone, as after a move."""
+    """The tokenizer that a manifest names, or the folder's own file where that is gone,
+    as after a move.
+    """
     name = manifest.get("tokenizer")
     own = Path(folder, "tokenizer.json")
     if own.is_file() and not (name and (built_in(name) or Path(name).exists())):
@@ -284,7 +332,9 @@ def tokenizer_of(folder, manifest):
 
 
 def same_tokenizer(one, other):
-    """Whether the ids of two Shards mean the same, by the bytes of each id where these are known."""
+    """Whether the ids of two Shards mean the same,
+    by the bytes of each id where these are known.
+    """
     if one.eot != other.eot:
         return False
     if one.token_bytes is None or other.token_bytes is None:

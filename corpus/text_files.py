@@ -1,4 +1,6 @@
-"""Texts in local files for fineweb.py: which kinds of files are read, and how (the table in docs/data.md)."""
+"""Texts in local files for fineweb.py:
+which kinds of files are read, and how (the table in docs/data.md).
+"""
 
 import bz2
 import codecs
@@ -19,18 +21,24 @@ from system.files import digest
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
 SUFFIXES = (
-    ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql .sh"
-    " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl .pm"
+    ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql "
+    ".sh"
+    " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl "
+    ".pm"
     " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
 ).split()
 TEXTS = ("", *SUFFIXES)  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
-POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that Git LFS has not fetched
-WARNING = "warning of fineweb.py"  # a field beside the text: what its reading changed or left out, or None
+# how a file begins that Git LFS has not fetched
+POINTER = b"version https://git-lfs.github.com/spec/"
+# a field beside the text: what its reading changed or left out, or None
+WARNING = "warning of fineweb.py"
 
 
 def kind(path):
-    """(suffix that says what a file holds, suffix of its compression), lower case; "" where there is none."""
+    """(suffix that says what a file holds, suffix of its compression), lower case;
+    "" where there is none.
+    """
     inner, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(inner)[1], last) if last in COMPRESSED else (last, "")
 
@@ -41,11 +49,15 @@ def alone(files):
 
 
 def local_files(dataset):
-    """The paths that `dataset` names, None for one of the hub; of a folder those of the kinds in FOLDERS.
+    """The paths that `dataset` names, None for one of the hub; of a folder those of the kinds in
+    FOLDERS.
 
-    What exists is that path, whatever its characters; else commas part paths, and each may be a glob.
+    What exists is that path, whatever its characters; else commas part paths, and each may be a
+    glob.
     """
-    on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(dataset)
+    on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(
+        dataset
+    )
     if on_hub and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
         return None
     files = []
@@ -80,11 +92,16 @@ def what_is_left_out(left_out):
 
 
 def files_in(folder, left_out):
-    """The sorted files of a folder and those below it, none hidden, each once; counts links out of it."""
+    """The sorted files of a folder and those below it, none hidden, each once;
+    counts links out of it.
+    """
     paths = []
-    for parent, folders, names in os.walk(folder):  # which follows no link to a folder: there may be a circle
+    # which follows no link to a folder: there may be a circle
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")]
+        paths += [
+            os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")
+        ]
     found = {}
     top = os.path.realpath(folder)
     for path in sorted(paths):
@@ -103,23 +120,29 @@ def readable(path):
     suffix, _ = kind(path)
     if suffix not in (*RECORDS, *TEXTS):
         raise UserError(
-            f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a table as "
-            f".jsonl, rename another text; known: {' '.join([*RECORDS, *SUFFIXES])}, each perhaps with "
+            f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a "
+            "table as "
+            f".jsonl, rename another text; known: {' '.join([*RECORDS, *SUFFIXES])}, each perhaps "
+            "with "
             f"{' '.join(COMPRESSED)}"
         )
     return path
 
 
 def contents(files):
-    """SHA-256 of the contents of all files: it tells a file that was edited in place; a second for a GB."""
+    """SHA-256 of the contents of all files: it tells a file that was edited in place;
+    a second for a GB.
+    """
     with told("dataset cannot be read", DataError):
         return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
 
 
 def local_documents(paths, keys, skip_bad):
-    """Yields {field: text, or JSON of messages} and a WARNING; the first bad document raises DataError.
+    """Yields {field: text, or JSON of messages} and a WARNING; the first bad document raises
+    DataError.
 
-    With skip_bad a file's bad documents are one row without text, so that a cached copy tells of them too.
+    With skip_bad a file's bad documents are one row without text, so that a cached copy tells of
+    them too.
     """
     empty = dict.fromkeys((*keys, WARNING))
     read = 0
@@ -138,7 +161,9 @@ def local_documents(paths, keys, skip_bad):
                         f"{bad[0]}; mend it, or leave such documents out with --skip_bad_documents"
                     ) from None
         if bad:
-            yield empty | {WARNING: shown(f"left out {len(bad):,} bad documents, the first is {bad[0]}")}
+            yield empty | {
+                WARNING: shown(f"left out {len(bad):,} bad documents, the first is {bad[0]}")
+            }
     if not read:
         raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
 
@@ -149,7 +174,9 @@ def shown(words):
 
 
 class Zstd(io.RawIOBase):
-    """The bytes of a .zst file, of one frame or several, and of any window that `zstd --long=31` makes."""
+    """The bytes of a .zst file, of one frame or several,
+    and of any window that `zstd --long=31` makes.
+    """
 
     def __init__(self, file):
         self.chunks = zstd_chunks(file)
@@ -171,7 +198,9 @@ class Zstd(io.RawIOBase):
 
 
 def zstd_chunks(file):
-    """Yields decompressed parts of a file; EOFError for one that is cut, which zstandard does not tell."""
+    """Yields decompressed parts of a file;
+    EOFError for one that is cut, which zstandard does not tell.
+    """
     import zstandard  # where no such file is read it need not be installed
 
     frame = None
@@ -202,7 +231,9 @@ def opened(path):
 
 
 def records(path, keys):
-    """Yields a file's documents: {field: value}, a line of JSON as bytes, or a row of parquet as a batch."""
+    """Yields a file's documents: {field: value}, a line of JSON as bytes,
+    or a row of parquet as a batch.
+    """
     import pyarrow.parquet
 
     suffix, _ = kind(path)
@@ -214,7 +245,9 @@ def records(path, keys):
                 yield from (batch.slice(i, 1) for i in range(len(batch)))
         elif suffix not in RECORDS:
             yield from plain_text(path, file, keys)
-        elif suffix == ".json" and file.peek(99).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
+        elif suffix == ".json" and file.peek(99).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(
+            b"["
+        ):
             yield from json.loads(file.read().decode("utf-8-sig"))
         else:
             yield from iter(file.readline, b"")
@@ -224,20 +257,28 @@ def plain_text(path, file, keys):
     """Yields the one document of a text file, and what was replaced in it; none if it is empty."""
     data = file.read()
     if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it")
+        raise DataError(
+            f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it"
+        )
     text = data.decode("utf-8-sig", "replace")
     lost = text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
     words = None
     if lost:
-        words = shown(f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD")
+        words = shown(
+            f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD"
+        )
     if begins_with_record(data, keys if kind(path)[0] else ()):
-        raise DataError(f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list")
+        raise DataError(
+            f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list"
+        )
     if text:  # else it is empty, or a byte order mark alone
         yield {keys[0]: text, WARNING: words}
 
 
 def begins_with_record(data, keys):
-    """Whether the first line of `data` is an object of JSON that has the fields `keys`, or a list of such."""
+    """Whether the first line of `data` is an object of JSON that has the fields `keys`,
+    or a list of such.
+    """
     try:
         first = json.loads(data[: data.find(b"\n") + 1 or None])
     except (ValueError, RecursionError):
@@ -258,7 +299,9 @@ def fields(record, keys):
         raise ValueError(f"it is not {form} ({error})") from None
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
-        raise ValueError(f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}")
+        raise ValueError(
+            f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}"
+        )
     row = {WARNING: record.get(WARNING)}
     for key in keys:
         text = record[key]

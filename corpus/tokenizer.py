@@ -1,6 +1,8 @@
-"""Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
+"""Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or
+bytes.
 
-"<|endoftext|>" in a document is encoded as characters: `encode_special` alone parses special tokens.
+"<|endoftext|>" in a document is encoded as characters: `encode_special` alone parses special
+tokens.
 """
 
 import base64
@@ -22,21 +24,32 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How encodings split a text, as a tokenizer.json has it; "": by GPT-2's rule, which is ByteLevel's own
+# How encodings split a text, as a tokenizer.json has it; "": by GPT-2's rule, which is ByteLevel's
+# own
 RULES = {"gpt2": "", "r50k_base": "", "cl100k_base": LLAMA3_PATTERN}
-BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-# The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's training,
-# unless its files have another one begin a text, as <s> does in Llama 2.
+BESIDE = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+# The first of these that a tokenizer has precedes each document, as begin_of_text does in Llama 3's
+# training, unless its files have another one begin a text, as <s> does in Llama 2.
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
 HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
-# GPT-2's files write a printable byte as its own character, and the others as characters from U+0100 on.
+# GPT-2's files write a printable byte as its own character, and the others as characters from
+# U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
-PROBE = "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 🙂\u00a0DON'T\r\n x = f(y)  \n"
+PROBE = (
+    "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
+    "🙂\u00a0DON'T\r\n x = f(y)  \n"
+)
 
 
 class Tokenizer:
-    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that end one.
+    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that
+    end one.
 
     lengths: {id: bytes of text} of the ids that are not special.
     """
@@ -53,15 +66,20 @@ class Tokenizer:
 
     @functools.cached_property
     def encoder(self):
-        """[text, ...] -> [ids, ...]: gigatoken's if it encodes as this tokenizer does, else its library's."""
+        """[text, ...] -> [ids, ...]: gigatoken's if it encodes as this tokenizer does,
+        else its library's.
+        """
         return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text; a lone surrogate, which UTF-8 lacks, becomes U+FFFD."""
+        """An array of ids (self.dtype) for each text;
+        a lone surrogate, which UTF-8 lacks, becomes U+FFFD.
+        """
         with told(f"tokenizer={self.name} fails"):
             try:
                 rows = self.encoder(texts)
-            except (UnicodeError, TypeError):  # gigatoken and tokenizers raise TypeError for a surrogate
+            # gigatoken and tokenizers raise TypeError for a surrogate
+            except (UnicodeError, TypeError):
                 rows = self.encoder([without_surrogates(text) for text in texts])
         return [np.asarray(row, self.dtype) for row in rows]
 
@@ -79,7 +97,9 @@ class Tokenizer:
             return self._decode([int(i) for i in ids])
 
     def token_bytes(self):
-        """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens; for bits per byte."""
+        """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens;
+        for bits per byte.
+        """
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
@@ -107,20 +127,27 @@ class Tiktoken(Tokenizer):
     def encode_special(self, text):
         return self.encoding.encode(text, allowed_special="all")
 
-    def _decode(self, ids):  # a model with a padded vocabulary may sample ids that the encoding lacks
+    # a model with a padded vocabulary may sample ids that the encoding lacks
+    def _decode(self, ids):
         return self.encoding.decode([i for i in ids if i in self.known])
 
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format."""
         rule = self.encoding._pat_str if self.rule is None else self.rule
         text = byte_level_json(self.ranks, self.special, rule)
-        if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(PROBE):
-            raise UserError(f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE")
+        if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(
+            PROBE
+        ):
+            raise UserError(
+                f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE"
+            )
         return text
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, given as bytes, through the package tokenizers, with the files in its folder."""
+    """A tokenizer.json, given as bytes, through the package tokenizers,
+    with the files in its folder.
+    """
 
     def __init__(self, name, data, folder=None):
         with told(f"tokenizer={name} is not a tokenizer.json"):
@@ -128,7 +155,10 @@ class HuggingFace(Tokenizer):
             self.inner = Inner.from_str(self.text)
         dropout = getattr(self.inner.model, "dropout", None)
         if dropout:
-            warn(f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run")
+            warn(
+                f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every "
+                "run"
+            )
             self.inner.model.dropout = None
         with told(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
             more = add_tokens(self.inner, folder)
@@ -143,7 +173,8 @@ class HuggingFace(Tokenizer):
             lost = not self._encode([UNKNOWN])[0]
         if lost:
             warn(
-                f"tokenizer={name} drops characters that it lacks; one of bytes, or with unk_token, does not"
+                f"tokenizer={name} drops characters that it lacks; one of bytes, or with "
+                "unk_token, does not"
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
@@ -203,7 +234,8 @@ def find_separators(special, begins_text, folder):
 
 
 def gigatoken_encoder(text, encode):
-    """An encoder, 20 to 33 times as fast, of a tokenizer.json; None if gigatoken is missing or cannot.
+    """An encoder, 20 to 33 times as fast, of a tokenizer.json; None if gigatoken is missing or
+    cannot.
 
     encode: another encoder of the same tokenizer, with which it is compared.
     """
@@ -218,20 +250,28 @@ def gigatoken_encoder(text, encode):
     parts = json.loads(text)
     added = parts.get("added_tokens", [])
     # it would find special tokens in a text, and the post_processor adds some
-    parts |= {"added_tokens": [token for token in added if not token["special"]], "post_processor": None}
+    parts |= {
+        "added_tokens": [token for token in added if not token["special"]],
+        "post_processor": None,
+    }
     probe = [PROBE + "".join(f"x{token['content']}" for token in added)]
     try:
         with told("gigatoken"):
             import gigatoken
 
             fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
-            return encode_batch if np.array_equal(encode_batch(probe)[0], encode(probe)[0]) else None
+            return (
+                encode_batch if np.array_equal(encode_batch(probe)[0], encode(probe)[0]) else None
+            )
     except UserError:  # it is not installed, is broken, or lacks this kind
         return None
 
 
 def load(name, vocab_size=None):
-    """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids. Raises UserError."""
+    """The Tokenizer called `name`, or in the file `name`, for a model of vocab_size ids.
+
+    Raises UserError.
+    """
     path = file_of(name)
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
@@ -241,13 +281,16 @@ def load(name, vocab_size=None):
         tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
         with told(
-            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled cache, "
+            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
+            "cache, "
             "or give a tokenizer.json"
         ):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
     elif path and path.is_file():
         data = path.read_bytes()
-        tokenizer = llama3(name, data) if path.suffix == ".model" else HuggingFace(name, data, path.parent)
+        tokenizer = (
+            llama3(name, data) if path.suffix == ".model" else HuggingFace(name, data, path.parent)
+        )
         tokenizer.folder = path.parent
     else:
         others = [other for other in VOCABULARIES if Path(name, other).is_file()]
@@ -258,7 +301,8 @@ def load(name, vocab_size=None):
             )
         raise UserError(
             f"tokenizer={name}: no such file or encoding; expected bytes, "
-            f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with tokenizer.json, of "
+            f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
+            "tokenizer.json, of "
             "that file, or of Llama 3's tokenizer.model"
         )
     tokenizer.embedded = vocab_size or tokenizer.vocab_size
@@ -271,7 +315,9 @@ def load(name, vocab_size=None):
 
 
 def fits(vocab_size, token_bytes, eot):
-    """Whether a model of vocab_size ids has all that texts give: the others are special, such as a pad."""
+    """Whether a model of vocab_size ids has all that texts give:
+    the others are special, such as a pad.
+    """
     return eot < vocab_size and not token_bytes[vocab_size:].any()
 
 
@@ -291,12 +337,22 @@ def file_of(name):
 
 
 def llama3(name, data):
-    """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's files do not list the 256 special tokens."""
+    """Llama 3's tokenizer.model: lines of "base64 rank";
+    Meta's files do not list the 256 special tokens.
+    """
     reserved = [f"reserved_special_token_{i}" for i in range(251)]
-    names = ["begin_of_text", "end_of_text", *reserved[:4], "start_header_id", "end_header_id", reserved[4]]
+    names = [
+        "begin_of_text",
+        "end_of_text",
+        *reserved[:4],
+        "start_header_id",
+        "end_header_id",
+        reserved[4],
+    ]
     names += ["eot_id", *reserved[5:]]
     with told(
-        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece model?); "
+        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece "
+        "model?); "
         "give its tokenizer.json instead"
     ):
         ranks = {}
@@ -313,7 +369,10 @@ warn_once = functools.cache(warn)  # not at each checkpoint
 
 @functools.lru_cache(4)
 def is_one(path, changed):
-    """Whether a file can be parsed as a tokenizer's. changed: when it was written, for the cache."""
+    """Whether a file can be parsed as a tokenizer's.
+
+    changed: when it was written, for the cache.
+    """
     try:
         with told(f"{path} is no tokenizer"):
             data = path.read_bytes()
@@ -328,7 +387,9 @@ def is_one(path, changed):
 
 
 def beside(folder):
-    """Paths of the files that go with a folder's tokenizer and may be copied; links out of it may not."""
+    """Paths of the files that go with a folder's tokenizer and may be copied;
+    links out of it may not.
+    """
     found = []
     for path in (Path(folder, name) for name in BESIDE):
         if path.is_file() and leads_out(path):
@@ -346,7 +407,9 @@ def leads_out(path):
 
 
 def refuse_link(path):
-    """Raises UserError for a link that `leads_out`: a stranger's may name any file of this machine."""
+    """Raises UserError for a link that `leads_out`:
+    a stranger's may name any file of this machine.
+    """
     if leads_out(path):
         raise UserError(f"{path} is a link out of its folder; put the file itself there")
 
@@ -362,7 +425,9 @@ def read_beside(folder, name):
 
 def special_tokens(folder):
     """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
-    files = read_beside(folder, "special_tokens_map.json") | read_beside(folder, "tokenizer_config.json")
+    files = read_beside(folder, "special_tokens_map.json") | read_beside(
+        folder, "tokenizer_config.json"
+    )
     found = {}
     for key, value in files.items():
         if isinstance(value, dict):
@@ -373,7 +438,9 @@ def special_tokens(folder):
 
 
 def add_tokens(inner, folder):
-    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does; returns how many."""
+    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does;
+    returns how many.
+    """
     files = read_beside(folder, "tokenizer_config.json")
     listed = files.get("added_tokens_decoder")
     if listed is None:  # older files
@@ -408,7 +475,9 @@ def added_token(value, **kinds):
     if isinstance(value, str):
         value = {"content": value}
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(value["content"], **{name: value[name] for name in names if name in value} | kinds)
+    return AddedToken(
+        value["content"], **{name: value[name] for name in names if name in value} | kinds
+    )
 
 
 def without_surrogates(text):
@@ -417,14 +486,17 @@ def without_surrogates(text):
 
 
 def byte_level_json(ranks, special, rule):
-    """The text of a tokenizer.json, BPE of bytes; `rule` splits a text into words, "" as in GPT-2."""
+    """The text of a tokenizer.json, BPE of bytes;
+    `rule` splits a text into words, "" as in GPT-2.
+    """
     words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
     merges = []  # every two tokens that make a third one
     for word in sorted(words, key=words.get):
         for i in range(1, len(word)):
             if word[:i] in words and word[i:] in words:
                 merges.append((word[:i], word[i:]))
-    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))  # a token as a text is not merged
+    # a token as a text is not merged
+    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule)
     if rule:
         split = pre_tokenizers.Split(Regex(rule), "isolated")
@@ -436,7 +508,9 @@ def byte_level_json(ranks, special, rule):
 
 
 def write_characters(batches, path):
-    """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others, and a separator."""
+    """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others,
+    and a separator.
+    """
     found = {character for texts in batches for text in texts for character in text or ""}
     tokens = [*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"]
     ids = {token: i for i, token in enumerate(tokens)}

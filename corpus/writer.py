@@ -1,6 +1,8 @@
-"""Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the same bytes.
+"""Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the
+same bytes.
 
-A folder has progress.json, updated after each shard, and once all is written manifest.json with checksums.
+A folder has progress.json, updated after each shard, and once all is written manifest.json with
+checksums.
 """
 
 import contextlib
@@ -50,12 +52,18 @@ def claim(out):
 
 
 def write_shards(batches, encode, progress, name):
-    """Writes the missing shards, named after `name`. batches: of documents from progress.position on."""
+    """Writes the missing shards, named after `name`.
+
+    batches: of documents from progress.position on.
+    """
     given = progress.settings
     first, _ = progress.position
-    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]  # tqdm takes inf for no total
+    # tqdm takes inf for no total
+    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]
     written = progress.total("tokens")
-    bar = tqdm(desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None)
+    bar = tqdm(
+        desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None
+    )
     with bar, contextlib.closing(prefetched(batches, 4)) as batches:
         rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
         if given["val_tokens"] and not progress.shards:
@@ -65,8 +73,10 @@ def write_shards(batches, encode, progress, name):
     train = progress.total("tokens", "train")
     if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
         raise DataError(
-            f"{val:,} of {val + train:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
-            f"whole documents from the front: remove {progress.out} and lower it (0 for none), or give "
+            f"{val:,} of {val + train:,} tokens are for validation, by "
+            f"val_tokens={given['val_tokens']} in "
+            f"whole documents from the front: remove {progress.out} and lower it (0 for none), or "
+            "give "
             "another --shuffle_seed or more documents (a text file is one)"
         )
 
@@ -87,10 +97,14 @@ def write_validation(rows, progress, name, bar):
 
 
 def write_training(rows, progress, name, bar):
-    """Cuts the documents from progress.position on into shards. Returns whether there are no more of them."""
+    """Cuts the documents from progress.position on into shards.
+
+    Returns whether there are no more of them.
+    """
     given = progress.settings
     pack = given["pack"] or 1
-    _, done = progress.position  # tokens of the first document, or block with pack, that are written
+    # tokens of the first document, or block with pack, that are written
+    _, done = progress.position
 
     def room():
         whole_rows = given["shard_tokens"] // pack * pack
@@ -124,7 +138,9 @@ def write_training(rows, progress, name, bar):
 
 
 def tokenized(batches, encode, number, least):
-    """Yields (number, row) of the documents of at least `least` tokens, besides the separator before each."""
+    """Yields (number, row) of the documents of at least `least` tokens,
+    besides the separator before each.
+    """
     for batch in batches:
         try:
             for row in encode(batch):
@@ -152,7 +168,9 @@ class Progress:
             leftover.unlink(missing_ok=True)
         if saved is None or (not saved["shards"] and saved["settings"] != settings):
             if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
-                raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
+                raise UserError(
+                    f"out_dir={out} holds {stray[0].name} and no record of it; use another"
+                )
             self._save()
             return
         before = saved["settings"]
@@ -161,13 +179,17 @@ class Progress:
                 was = f"{key}={before.get(key)}, not {settings.get(key)}"
                 if "sha" in key:
                     was = f"another {key}"
-                raise UserError(f"out_dir={out} was begun with {was}; use another --out_dir, or remove it")
+                raise UserError(
+                    f"out_dir={out} was begun with {was}; use another --out_dir, or remove it"
+                )
         self.shards = saved["shards"]
         self.position = saved.get("next", self.position)
         for shard in self.shards:
             path, size = out / shard["name"], shard["bytes"]
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-                raise DataError(f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}")
+                raise DataError(
+                    f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}"
+                )
 
     def _read(self):
         """What is recorded in the folder, None if there is nothing."""
@@ -242,8 +264,12 @@ class Progress:
 
 
 def write(path, data):
-    """files.write_atomic; on a full disk, for example, a DataError that says how much room is needed."""
-    room = f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
+    """files.write_atomic; on a full disk, for example,
+    a DataError that says how much room is needed.
+    """
+    room = (
+        f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
+    )
     with told(f"{path}: {room}", DataError, "; make room", again=True):
         files.write_atomic(path, data)
 
@@ -253,16 +279,24 @@ def fetch_shards(name, revision, max_shards, progress):
     tokenizer = progress.tokenizer
     hub = dict(repo_type="dataset", revision=revision)
     with told(f"dataset={name} cannot be read", DataError, again=True):
-        listed = [file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file]
+        listed = [
+            file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file
+        ]
         val = sorted(file for file in listed if split_of(file) == "val")
         train = sorted(file for file in listed if split_of(file) == "train")
         if not train:
-            raise DataError(f"dataset={name} holds no *_train_000001.bin; for texts, without --shards")
+            raise DataError(
+                f"dataset={name} holds no *_train_000001.bin; for texts, without --shards"
+            )
         missing = [*val, *train[:max_shards]][len(progress.shards) :]
         for file in tqdm(missing, desc=name, unit=" shards", disable=None):
-            files.patiently(huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub)
+            files.patiently(
+                huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub
+            )
             path = progress.out / file
             tokens = open_shard(path)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                raise DataError(f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer")
+                raise DataError(
+                    f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer"
+                )
             progress.add(file, tokens, (0, 0))

@@ -2,9 +2,9 @@
 
 forms         which kernel computes an operation, and which calls it serves
 definitions   a copy of the text in kernels.py that the forms compute; texts compares the two
-chunks, gradients    a loss in chunks of tokens, and backwards by hand, in plain PyTorch for every device
-chips         which of them a GPU can run, and its backend for attention; a CPU whose AMX cannot be used
-linear, norm, rope, mlp, loss   the operations, a file each, launcher and constants beside the kernel
+chunks, gradients    a loss in chunks of tokens, backwards by hand; plain PyTorch, for every device
+chips         which of them a GPU can run, its backend for attention; a CPU's AMX
+linear, norm, rope, mlp, loss   the operations: launcher and constants beside the kernel
 fp8           linear layers, MLP and loss in 8-bit floats
 cublas        GEMMs by cuBLASLt, with epilogues
 hopper        GEMMs for Hopper GPUs in CUDA: hopper_gemm.cu, hopper_wgrad.cu, hopper.cuh
@@ -12,8 +12,9 @@ decode        attention of one query to a KV cache, for sampling
 operators     registers kernels as PyTorch operators, for torch.compile
 fusion        a pass over compiled graphs that moves work into a norm's kernels
 
-Files with kernels need Triton; they are imported where a GPU runs them (forms.load). This folder imports
-neither kernels nor model, so that it cannot say what a model computes.
+Files with kernels need Triton; they are imported where a GPU runs them (forms.load). This folder
+imports neither kernels nor model, so that it cannot say what a model computes.
 """
 
-LOGITS_MIB = 1024  # most memory for logits that a loss holds at a time: fused in bf16, plain in float32
+# most memory for logits that a loss holds at a time: fused in bf16, plain in float32
+LOGITS_MIB = 1024

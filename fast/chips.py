@@ -20,7 +20,8 @@ def of(device):
     """The Chip of a torch.device."""
     if device.type != "cuda":
         return Chip(device.type)
-    if torch.version.cuda is None:  # ROCm's devices are "cuda" to PyTorch too, and have capabilities
+    # ROCm's devices are "cuda" to PyTorch too, and have capabilities
+    if torch.version.cuda is None:
         return Chip("amd")
     return Chip("nvidia", tuple(torch.cuda.get_device_capability(device)))
 
@@ -28,11 +29,17 @@ def of(device):
 def no_bf16(chip):
     if chip.maker not in ("nvidia", "amd"):
         return f"{chip.maker} has no fast lower precision"
-    return None if chip.maker == "amd" or chip.capability >= (8, 0) else "this GPU has no bf16 matrix units"
+    return (
+        None
+        if chip.maker == "amd" or chip.capability >= (8, 0)
+        else "this GPU has no bf16 matrix units"
+    )
 
 
 def nvidia_from(least, reason):
-    """A function of a Chip: `reason` unless it is NVIDIA's with at least this compute capability."""
+    """A function of a Chip: `reason` unless it is NVIDIA's with at
+    least this compute capability.
+    """
     return lambda chip: None if chip.maker == "nvidia" and chip.capability >= least else reason
 
 
@@ -42,7 +49,9 @@ no_cudnn_attention = nvidia_from((9, 0), "it is the fastest on NVIDIA GPUs from 
 
 
 def best_attention(device, precision="bf16"):
-    """(backend, reason) for a torch.device: cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast."""
+    """(backend, reason) for a torch.device:
+    cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast.
+    """
     chip = of(device)
     if chip.maker not in ("nvidia", "amd"):
         return "flash", f"PyTorch's own on {chip.maker}"
@@ -51,15 +60,19 @@ def best_attention(device, precision="bf16"):
     if torch.are_deterministic_algorithms_enabled():
         return "flash", "deterministic: cuDNN's backward adds in no fixed order"
     cudnn = torch.backends.cudnn.is_available() and no_cudnn_attention(chip) is None
-    where = "compute capability {}.{}".format(*chip.capability) if chip.maker == "nvidia" else "an AMD GPU"
+    where = (
+        "compute capability {}.{}".format(*chip.capability)
+        if chip.maker == "nvidia"
+        else "an AMD GPU"
+    )
     return "cudnn" if cudnn else "flash", f"fastest on {where}"
 
 
 def without_amx(cpuinfo="/proc/cpuinfo"):
     """Has bf16 products use AVX-512 where this CPU's AMX cannot be used -> whether that is so.
 
-    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its tiles:
-    oneDNN takes them to be zero, and its first bf16 product ends the process.
+    Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its
+    tiles: oneDNN takes them to be zero, and its first bf16 product ends the process.
     """
     info = Path(cpuinfo).read_text().partition("\n\n")[0] if Path(cpuinfo).is_file() else ""
     level = re.search(r"cpuid level\s*: (\d+)", info)

@@ -19,15 +19,19 @@ def rows_that_fit(weight):
 def chunked(loss, x, weight, targets, reduction, *options):
     """loss(x, weight, targets, reduction, *options) of a power of two of tokens at a time."""
     rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
-    return in_chunks(torch.compiler.is_compiling(), rows, loss, x, weight, targets, reduction, *options)
+    return in_chunks(
+        torch.compiler.is_compiling(), rows, loss, x, weight, targets, reduction, *options
+    )
 
 
-@torch.compiler.disable  # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
+# one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
+@torch.compiler.disable
 def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
     """The backward computes the logits of each chunk again: one more GEMM."""
     if compiled:
         loss = compile_once(loss)
-    weight = weight.view_as(weight)  # autocast would share a leaf's cast, whose gradients add up in 16 bits
+    # autocast would share a leaf's cast, whose gradients add up in 16 bits
+    weight = weight.view_as(weight)
     chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     # a loss of an edit may draw random numbers; a CUDA graph's capture cannot read their state
     replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -42,7 +46,8 @@ def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
 
 @torch.no_grad()
 def divisible(loss):
-    """Whether an edited loss of all tokens is the sum of the losses of parts, as `chunked` takes it.
+    """Whether an edited loss of all tokens is the sum of the losses of parts, as `chunked` takes
+    it.
 
     One that draws random numbers cannot be compared, and counts as such a sum.
     """
@@ -56,7 +61,9 @@ def divisible(loss):
             whole = loss(x, weight, targets, "sum", 13, None)
             if not torch.equal(before, torch.get_rng_state()):
                 return True
-            parts = [loss(x[at], weight, targets[at], "sum", 13, None) for at in (slice(5), slice(5, 12))]
+            parts = [
+                loss(x[at], weight, targets[at], "sum", 13, None) for at in (slice(5), slice(5, 12))
+            ]
         except Exception:  # of any type: the edit's
             return False
     return torch.allclose(sum(parts), whole, rtol=1e-4)

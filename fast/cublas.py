@@ -1,10 +1,11 @@
-"""cuBLASLt called directly, for what torch.matmul lacks: epilogues with GELU and its derivative, fp8 scales,
-addition of another matrix, and the fastest algorithm of a shape, found by timing.
+"""cuBLASLt called directly, for what torch.matmul lacks: epilogues with GELU and its derivative,
+fp8 scales, addition of another matrix, and the fastest algorithm of a shape, found by timing.
 
-PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first CANDIDATES and
-hopper.py's kernel at the first call of a shape, and keeps the fastest. A deterministic run takes the first
-that runs, since the order of sums differs, of those that do not add partial sums up in the output.
-Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
+PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first
+CANDIDATES and hopper.py's kernel at the first call of a shape, and keeps the fastest. A
+deterministic run takes the first that runs, since the order of sums differs, of those that do not
+add partial sums up in the output. Constants and structures: https://docs.nvidia.com/cuda/cublas,
+section "Using the cuBLASLt API".
 """
 
 import ctypes
@@ -23,14 +24,16 @@ COMPUTE_32F = 68
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 # CUBLASLT_MATMUL_PREF_...
-MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENT_BYTES = 1, 3, (5, 6, 7, 8)  # the last of a, b, c and d
+# the last of a, b, c and d
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENT_BYTES = 1, 3, (5, 6, 7, 8)
 # CUBLASLT_REDUCTION_SCHEME_..., bits: how split-K adds up its parts: in a workspace, in two types
 COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
 # CUBLASLT_EPILOGUE_..., bits but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 
 WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
-CANDIDATES, ROUNDS, FINALISTS = 8, 5, 4  # algorithms timed per shape, how often, and how many more than once
+# algorithms timed per shape, how often, and how many more than once
+CANDIDATES, ROUNDS, FINALISTS = 8, 5, 4
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
@@ -44,7 +47,9 @@ def library():
     """(the cuBLASLt that PyTorch has loaded, a handle)"""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
-    lib = ctypes.PyDLL(paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    lib = ctypes.PyDLL(
+        paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+    )
     handle = ctypes.c_void_p()
     hopper.call(lib, "cublasLtCreate", ctypes.byref(handle))
     return lib, handle
@@ -60,23 +65,37 @@ def workspace(device, stream):
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def matmul(a, b, out, *, bias=None, gelu=None, dgelu=None, added=None, scales=None, fast=False, tune=True):
+def matmul(
+    a, b, out, *, bias=None, gelu=None, dgelu=None, added=None, scales=None, fast=False, tune=True
+):
     """out = a b, or a b + added, on the current stream; returns out.
 
-    a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin at
-    multiples of 16 bytes. added: as out, or out itself. bias: (N,), is added. gelu: (M, N), receives the
-    pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a pre-activation: out is a b times GELU's
-    derivative there. tune: time the algorithms at the first call of a shape.
+    a: (M, K), b: (K, N), each with contiguous rows or columns; out: (M, N), contiguous; all begin
+    at multiples of 16 bytes. added: as out, or out itself. bias: (N,), is added. gelu: (M, N),
+    receives the pre-activation a b + bias, and out its tanh GELU. dgelu: (M, N), a pre-activation:
+    out is a b times GELU's derivative there. tune: time the algorithms at the first call of a
+    shape.
 
-    fp8: a has contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply a and b.
-    fast: fast accumulation, in the tensor cores' accumulators of about 14 bits instead of float32. Where
-    large terms cancel, as in a weight's gradient, which sums over all tokens, it loses the small ones.
+    fp8: a has contiguous rows and b contiguous columns; scales: two float32 scalars, which multiply
+    a and b. fast: fast accumulation, in the tensor cores' accumulators of about 14 bits instead of
+    float32. Where large terms cancel, as in a weight's gradient, which sums over all tokens, it
+    loses the small ones.
     """
     aux = gelu if dgelu is None else dgelu
     epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None)
     epilogue = epilogue + (DGELU + AUX) * (dgelu is not None) or DEFAULT
     types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
-    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue, added is not None, fast
+    key = (
+        a.device,
+        *a.shape,
+        b.shape[1],
+        a.stride(),
+        b.stride(),
+        types,
+        epilogue,
+        added is not None,
+        fast,
+    )
     key += (torch.are_deterministic_algorithms_enabled(),)
     plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
     a_scale, b_scale = scales or (None, None)  # they change places, as the operands do: see Plan
@@ -95,7 +114,10 @@ PLANS = {}
 
 
 class Plan:
-    """Descriptors and algorithms of one shape. cuBLAS is column-major, so it is asked for out^T = b^T a^T."""
+    """Descriptors and algorithms of one shape.
+
+    cuBLAS is column-major, so it is asked for out^T = b^T a^T.
+    """
 
     def __init__(self, device, M, K, N, a_strides, b_strides, types, epilogue, *options):
         (a_type, b_type, out_type, bias_type), (adds, fast, self.deterministic) = types, options
@@ -103,7 +125,12 @@ class Plan:
         self.device, self.tuned, self.fastest = device, False, 0
         self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(adds)
         self.descriptor = ctypes.c_void_p()
-        call("cublasLtMatmulDescCreate", ctypes.byref(self.descriptor), COMPUTE_32F, TYPES[torch.float32])
+        call(
+            "cublasLtMatmulDescCreate",
+            ctypes.byref(self.descriptor),
+            COMPUTE_32F,
+            TYPES[torch.float32],
+        )
         self.set(TRANSA, ctypes.c_int32(tb))
         self.set(TRANSB, ctypes.c_int32(ta))
         self.set(EPILOGUE, ctypes.c_int32(epilogue))
@@ -117,16 +144,21 @@ class Plan:
         a = layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0])
         self.layouts = b, a, layout(out_type, N, M, N)
         self.algorithms = self.heuristic()
-        # whether hopper.linear computes the same for operands that it takes; its index follows cuBLASLt's
+        # whether hopper.linear computes the same for operands that it takes; its index follows
+        # cuBLASLt's
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(device)
 
     def set(self, attribute, value):  # not by `call`, whose 5 us would hold up fp8
         set_attribute, size = library()[0].cublasLtMatmulDescSetAttribute, ctypes.sizeof(value)
         if status := set_attribute(self.descriptor, attribute, ctypes.byref(value), size):
-            raise RuntimeError(f"cublasLtMatmulDescSetAttribute({attribute}) failed with status {status}")
+            raise RuntimeError(
+                f"cublasLtMatmulDescSetAttribute({attribute}) failed with status {status}"
+            )
 
     def heuristic(self):
-        """The algorithms that cuBLASLt proposes for the shape, the one that it thinks fastest first."""
+        """The algorithms that cuBLASLt proposes for the shape,
+        the one that it thinks fastest first.
+        """
         preference = ctypes.c_void_p()
         call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         limits = [(MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
@@ -138,7 +170,14 @@ class Plan:
             call("cublasLtMatmulPreferenceSetAttribute", *arguments)
         found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
         shape = self.descriptor, *self.layouts, self.layouts[2], preference
-        call("cublasLtMatmulAlgoGetHeuristic", library()[1], *shape, CANDIDATES, found, ctypes.byref(count))
+        call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            library()[1],
+            *shape,
+            CANDIDATES,
+            found,
+            ctypes.byref(count),
+        )
         return found[: count.value]
 
     def run(self, a, b, bias, out, added, which):
@@ -161,13 +200,17 @@ class Plan:
         self.tuned, count = True, len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
-        candidates = [functools.partial(self.run, a, b, bias, out, added, which) for which in range(count)]
+        candidates = [
+            functools.partial(self.run, a, b, bias, out, added, which) for which in range(count)
+        ]
         that_run = (which for which, candidate in enumerate(candidates) if runs(candidate))
         self.fastest = next(that_run, 0) if self.deterministic else fastest(candidates, self.device)
 
 
 def runs(function):
-    """Calls it -> whether it raised no RuntimeError; out of memory, which says nothing of it, goes on."""
+    """Calls it -> whether it raised no RuntimeError;
+    out of memory, which says nothing of it, goes on.
+    """
     try:
         function()
     except torch.OutOfMemoryError:
@@ -178,13 +221,17 @@ def runs(function):
 
 
 def fastest(functions, device):
-    """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those that run.
+    """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those
+    that run.
 
-    They are timed in turn, since the clock drifts with the chip's power; after each round FINALISTS go on.
+    They are timed in turn, since the clock drifts with the chip's power; after each round FINALISTS
+    go on.
     """
     times = {which: [] for which, function in enumerate(functions) if runs(function)}
     for _ in range(ROUNDS):
-        events = {which: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for which in times}
+        events = {
+            which: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for which in times
+        }
         for which, (begin, end) in events.items():
             functions[which]()  # so that the caches hold what it leaves there
             begin.record()
@@ -199,7 +246,9 @@ def fastest(functions, device):
 
 
 def layout(dtype, rows, columns, leading_dimension):
-    """Descriptor of a column-major matrix; leading_dimension: elements from a column to the next."""
+    """Descriptor of a column-major matrix;
+    leading_dimension: elements from a column to the next.
+    """
     descriptor = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading_dimension)
     call("cublasLtMatrixLayoutCreate", ctypes.byref(descriptor), TYPES[dtype], *sizes)

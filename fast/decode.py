@@ -1,4 +1,5 @@
-"""Attention of one query in each row to a KV cache, for sampling: parts of the keys fill the GPU, then join.
+"""Attention of one query in each row to a KV cache, for sampling: parts of the keys fill the GPU,
+then join.
 
 Each part has its own softmax and logarithm of its sum, as in https://pytorch.org/blog/flash-decoding.
 """
@@ -13,16 +14,20 @@ PART, JOINED = 64, 64  # keys of a program; parts that are added up at a time
 
 
 def attention(q, k, v, kept, at):
-    """Causal attention of the token at position at: (1,) int64, whose k and v it writes into the cache.
+    """Causal attention of the token at position at: (1,) int64, whose k and v it writes into the
+    cache.
 
-    q: (B, H, 1, D); k, v: (B, H_kv, 1, D); kept: the cache, (2, B, H_kv, L, D), keys and values -> as q.
+    q: (B, H, 1, D); k, v: (B, H_kv, 1, D); kept: the cache, (2, B, H_kv, L, D), keys and values ->
+    as q.
     """
     (B, H, _, D), L = q.shape, kept.size(3)
     parts, groups = cdiv(L, PART), kept.size(2) * B
     sizes = dict(D=D, COLS=max(16, power_of_2(D)))
     some, logs = (q.new_empty(B * H, parts, n, dtype=torch.float32) for n in (D, 1))
     args = q.contiguous(), k.contiguous(), v.contiguous(), *kept, at, some, logs, L, parts, D**-0.5
-    _attend[(groups, parts)](*args, H=B * H // groups, PART=PART, ROWS=max(16, power_of_2(H)), **sizes)
+    _attend[(groups, parts)](
+        *args, H=B * H // groups, PART=PART, ROWS=max(16, power_of_2(H)), **sizes
+    )
     y = torch.empty_like(args[0])
     _join[(B * H,)](some, logs, y, parts, MOST=power_of_2(parts), JOINED=JOINED, **sizes)
     return y
@@ -63,7 +68,14 @@ def _attend(
 
 @triton.jit
 def _join(
-    some, logs, out, parts, D: tl.constexpr, COLS: tl.constexpr, MOST: tl.constexpr, JOINED: tl.constexpr
+    some,
+    logs,
+    out,
+    parts,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+    MOST: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     head, cols, all = tl.program_id(0), tl.arange(0, COLS)[None, :], tl.arange(0, MOST)
     own = tl.load(logs + head * parts + all, mask=all < parts, other=-1e30)

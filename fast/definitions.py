@@ -1,7 +1,8 @@
 """The text of each definition in kernels.py that a fused form computes: a copy, see texts.py.
 
-Nothing of it runs but `rotated`. After another text of a definition, which its fused form still computes, put
-the new text here as well; tests/test_fast.py then compares the form with the operation.
+Nothing of it runs but `rotated`. After another text of a definition, which its fused form still
+computes, put the new text here as well; tests/test_fast.py then compares the form with the
+operation.
 """
 
 # ruff: noqa: F821, names of kernels.py
@@ -62,7 +63,9 @@ def rotated(x, cos, sin):
 def attention(q, k, v, backend, dropout=0.0):
     grouped = q.size(1) != k.size(1)
     with sdpa_kernel(BACKENDS[backend], set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped
+        )
     return same_layout(y) if backend == "cudnn" else y
 
 
@@ -77,7 +80,9 @@ def plain_loss(x, weight, targets, reduction, vocab_size, softcap):
 def plain_cross_entropy(logits, targets, reduction, V, softcap):
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
-        logits = torch.where(torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf)
+        logits = torch.where(
+            torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf
+        )
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 

@@ -1,8 +1,9 @@
 """The fused forms of the operations in kernels.py, and which calls they serve.
 
-For each call, `fused` decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs, in bf16 and
-fp8), or the operation's own text in plain PyTorch. A form computes one text, of which definitions.py has a
-copy: once kernels.py is imported, `bind` compares the two, and what was edited runs as it stands.
+For each call, `fused` decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs,
+in bf16 and fp8), or the operation's own text in plain PyTorch. A form computes one text, of which
+definitions.py has a copy: once kernels.py is imported, `bind` compares the two, and what was edited
+runs as it stands.
 """
 
 import functools
@@ -17,7 +18,8 @@ from fast.gradients import Rotation
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
-counting = None  # the run.flops.OperationCounter under way; of each call that it notes plain PyTorch runs
+# the run.flops.OperationCounter under way; of each call that it notes plain PyTorch runs
+counting = None
 edits = {}  # {definition in kernels.py: words}, of those that were edited, or call one that was
 activations = {}  # {function: its name}, which the kernels of fast/mlp.py and fast/fp8.py compute
 layers_known = set()  # classes whose forward the kernels compute
@@ -28,7 +30,9 @@ divisible = True  # whether kernels.plain_loss may be computed in chunks of toke
 
 
 def operation(definition):
-    """Decorator of an operation in kernels.py: its form below serves the call, or else its own text."""
+    """Decorator of an operation in kernels.py:
+    its form below serves the call, or else its own text.
+    """
     form = FORMS.get(definition.__qualname__)
     if form is None:
         return definition
@@ -50,11 +54,15 @@ def bind(definitions):
         activations[definitions.get(name)] = name
     for name in ("Linear", "LayerNorm", "RMSNorm"):
         layers_known.add(definitions.get(name))
-    divisible = "plain_loss" not in edits or chunks.divisible(inspect.unwrap(definitions["plain_loss"]))
+    divisible = "plain_loss" not in edits or chunks.divisible(
+        inspect.unwrap(definitions["plain_loss"])
+    )
 
 
 def serve(device, ops="auto"):
-    """Switches the fused kernels on where a torch.device runs them, off with ops=torch; returns why off."""
+    """Switches the fused kernels on where a torch.device runs them, off with ops=torch;
+    returns why off.
+    """
     reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or load()
     (served.discard if reason else served.add)(device.type)
     if reason is None:
@@ -71,10 +79,11 @@ def load():
 
 
 def fused(name, x, *layers, text=(), unless=None, inner=0):
-    """Whether the fused kernel of an operation serves this call on x and the parameters of these layers.
+    """Whether the fused kernel of an operation serves this call on x and the parameters of these
+    layers.
 
-    text: the definitions that it computes. unless: {why not, in words: whether that is so}. inner: how many
-    other operations plain PyTorch calls.
+    text: the definitions that it computes. unless: {why not, in words: whether that is so}. inner:
+    how many other operations plain PyTorch calls.
     """
     if counting is None:
         return obstacle(x.device.type, computed_in(x), layers, text, unless) is None
@@ -83,7 +92,9 @@ def fused(name, x, *layers, text=(), unless=None, inner=0):
 
 
 def obstacle(device_type, dtype, layers, text, unless):
-    """Why a call on this device in this dtype runs in plain PyTorch; None: the fused kernel serves it."""
+    """Why a call on this device in this dtype runs in plain PyTorch;
+    None: the fused kernel serves it.
+    """
     for definition in text:
         if definition in edits:
             return edits[definition]
@@ -103,7 +114,9 @@ UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 
 def other(*layers):
-    """Whether the layers must be called, because a kernel that reads their parameters would do less."""
+    """Whether the layers must be called, because a kernel that reads
+    their parameters would do less.
+    """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
         kind = type(layer)
@@ -208,7 +221,9 @@ def rope(_, x, layer, cos, sin):
     unless = {
         OTHER_LAYER: normed and (not rms or other(layer)),
         UNUSUAL_NORM: rms and unusual(x, layer),
-        "tables of another shape": any(t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)),
+        "tables of another shape": any(
+            t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)
+        ),
     }
     inner = int(type(layer).__name__ == "RMSNorm" and type(layer) is not nn.RMSNorm)
     if not fused("rope", x, layer, text=("rope",), unless=unless, inner=inner):
@@ -222,7 +237,9 @@ def rotated(_, x, cos, sin):
 
 
 def attention(_, q, k, v, *options):
-    """PyTorch chooses among kernels by itself; for other modes scale/ has forms, bound to this text too."""
+    """PyTorch chooses among kernels by itself;
+    for other modes scale/ has forms, bound to this text too.
+    """
     if counting is None or "attention" in edits:
         return None
     return counting.attended(q, k, v)

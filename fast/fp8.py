@@ -1,10 +1,10 @@
 """precision=fp8: the GEMMs of linear layers and of the head in 8-bit floats while they train.
 
-Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each tensor
-has one scale, a power of two, from its amax in the previous call with room to spare (delayed scaling); in the
-first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own. Hopper's fp8 GEMMs need both
-operands contiguous along K, so every cast tensor is stored transposed as well, for the gradients. All else is
-as in bf16. The amax history belongs to a layer (`track`).
+Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each
+tensor has one scale, a power of two, from its amax in the previous call with room to spare (delayed
+scaling); in the first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own.
+Hopper's fp8 GEMMs need both operands contiguous along K, so every cast tensor is stored transposed
+as well, for the gradients. All else is as in bf16. The amax history belongs to a layer (`track`).
 """
 
 import torch
@@ -16,26 +16,42 @@ from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas, loss
 from fast.linear import empty_product, join_heads, split_heads
-from fast.operators import INTERPRETED, LOG2E, cdiv, dtypes_of, exp2, operator, power_of_2, reciprocal
+from fast.operators import (
+    INTERPRETED,
+    LOG2E,
+    cdiv,
+    dtypes_of,
+    exp2,
+    operator,
+    power_of_2,
+    reciprocal,
+)
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"  # what `cast` computes before it rounds
+# what `cast` computes before it rounds
+COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"
 DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
 GATE, NORM, SHIFTED_NORM = "gate", "norm", "shifted_norm"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
-SUM_STEPS, SUM_STAGES = 8, 3  # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
+# a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
+SUM_STEPS, SUM_STAGES = 8, 3
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
-ROOM, GRADIENT_ROOM = 2.0, 64.0  # a scale leaves room for so many times the last amax; larger values saturate
-HEAD_SCALE = 2.0**14  # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
-AMAX = "x_amax", "w_amax", "dy_amax"  # buffers of a tracked layer: of its input, weight, output's gradient
+# a scale leaves room for so many times the last amax; larger values saturate
+ROOM, GRADIENT_ROOM = 2.0, 64.0
+# of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
+HEAD_SCALE = 2.0**14
+# buffers of a tracked layer: of its input, weight, output's gradient
+AMAX = "x_amax", "w_amax", "dy_amax"
 
 
 def track(layer):
     """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
         for name in AMAX:  # two values each: see `cast`
-            layer.register_buffer(name, torch.zeros(2, device=layer.weight.device), persistent=False)
+            layer.register_buffer(
+                name, torch.zeros(2, device=layer.weight.device), persistent=False
+            )
 
 
 def reset(model):
@@ -75,7 +91,8 @@ class QKV(torch.autograd.Function):  # as fast.linear.QKV
         return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
 
 
-class MLPFunction(torch.autograd.Function):  # as fast.mlp's; casts compute the activation and its derivative
+# as fast.mlp's; casts compute the activation and its derivative
+class MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
@@ -104,7 +121,9 @@ def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
 
 
 def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
-    """(x W^T + b, for `gradients` (x^T, its scale, the dx GEMM's right operand, its scale), x in fp8)"""
+    """(x W^T + b, for `gradients` (x^T, its scale, the dx GEMM's
+    right operand, its scale), x in fp8)
+    """
     x8, x8t, xs, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `Rows`
         w, wt, ws = weight, weight.t(), w_amax
@@ -118,9 +137,15 @@ def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
-    dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums and b_dtype is not None)
+    dy8, dy8t, ds, columns = cast(
+        dy, dy_amax, list(beside), what, True, sums and b_dtype is not None
+    )
     dx = product(dy8, w, None, dy[0].dtype, ds, ws, True)
-    return dx, product(dy8t, x8t.t(), None, w_dtype, ds, xs), None if b_dtype is None else columns.to(b_dtype)
+    return (
+        dx,
+        product(dy8t, x8t.t(), None, w_dtype, ds, xs),
+        None if b_dtype is None else columns.to(b_dtype),
+    )
 
 
 @operator("product8", empty_product)
@@ -128,7 +153,8 @@ def product(
     a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor,
     fast: bool = False, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """a @ b * a_scale * b_scale + bias + added; rows of a, columns of b are contiguous, or b is from `Rows`.
+    """a @ b * a_scale * b_scale + bias + added; rows of a, columns of b are contiguous, or b is
+    from `Rows`.
 
     fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
     """
@@ -151,15 +177,17 @@ def cast(
     parts: list[Tensor], amax: Tensor, beside: list[Tensor], what: str = COPY, e5m2: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`); x: (M, N).
+    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`);
+    x: (M, N).
 
-    parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16 = 0.
-    what: of what the cast is; in brackets what `beside` holds for it. COPY: x; GELU: gelu(x); DGELU [y]:
-    x gelu'(y); RELU2, and DRELU2 [relu2(y) in fp8, the factor that undoes its scale], likewise; SWIGLU:
-    silu(gate) up, where x is gate and up side by side, (M, 2 N); DSWIGLU [gate and up]: their gradients,
-    (M, N), where x is that of silu(gate) up, (M, N / 2); GATE [gates: (M, heads)]: each head of x times its
-    gate; NORM, SHIFTED_NORM [norm_forward's stats, weight, with the latter shift]: the norm of x.
-    amax: [what the scale is made from, what this call sees], updated in place; one buffer for each operand.
+    parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16
+    = 0. what: of what the cast is; in brackets what `beside` holds for it. COPY: x; GELU: gelu(x);
+    DGELU [y]: x gelu'(y); RELU2, and DRELU2 [relu2(y) in fp8, the factor that undoes its scale],
+    likewise; SWIGLU: silu(gate) up, where x is gate and up side by side, (M, 2 N); DSWIGLU [gate
+    and up]: their gradients, (M, N), where x is that of silu(gate) up, (M, N / 2); GATE [gates: (M,
+    heads)]: each head of x times its gate; NORM, SHIFTED_NORM [norm_forward's stats, weight, with
+    the latter shift]: the norm of x. amax: [what the scale is made from, what this call sees],
+    updated in place; one buffer for each operand.
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
@@ -171,10 +199,12 @@ def cast(
     limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
     before, *more = beside or [None]
     abc, heads = (*parts, *more, *parts * 3)[:3], before.size(1) if what == GATE else 1
-    _prepare[(1,)](*abc, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8)
+    _prepare[(1,)](
+        *abc, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
+    )
     _cast[(strips, programs)](
-        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what, SUMS=sums,
-        ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
+        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
+        SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
     return out, out_t, scale, partial.sum(0) if sums else columns
 
@@ -186,14 +216,20 @@ def _rounded(x, limit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.constexpr, WHAT: tl.constexpr):
-    """The values to cast, in float32; for DSWIGLU the gradients of gate and up, else the same twice."""
-    # before, b, c: what `cast` has beside x; M: the rows of all programs; rest: those from x's first one on
+def _values(
+    x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.constexpr, WHAT: tl.constexpr
+):
+    """The values to cast, in float32; for DSWIGLU the gradients of gate and up,
+    else the same twice.
+    """
+    # before, b, c: what `cast` has beside x; M: the rows of all programs; rest: those from x's
+    # first one on
     wide = rows * (2 * width) + cols  # in what has gate and up
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
-    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) = 2^(...)
+    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) =
+    # 2^(...)
     if WHAT == "gelu":
         v *= _sigmoid2(v * (-2.302208198 - 0.102943240 * (v * v)))
     if WHAT == "dgelu":
@@ -206,15 +242,21 @@ def _values(x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.const
     if WHAT == "drelu2":
         v *= 2 * tl.sqrt(tl.load(before + at, mask=inside, other=0.0).to(tl.float32) * tl.load(b))
     if WHAT == "swiglu":
-        v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+        v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(
+            tl.float32
+        )
     if WHAT == "gate":
-        v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(tl.float32)
+        v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(
+            tl.float32
+        )
     if WHAT == "norm" or WHAT == "shifted_norm":
         mean = tl.load(before + rows, mask=rows < rest, other=0.0)
         v = (v - mean) * tl.load(before + M + rows, mask=rows < rest, other=0.0)
         v *= tl.load(b + cols, mask=cols < width, other=0.0).to(tl.float32)
         if WHAT == "shifted_norm":
-            v = tl.where(inside, v + tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32), 0.0)
+            v = tl.where(
+                inside, v + tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32), 0.0
+            )
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
@@ -259,13 +301,23 @@ def _power(amax, limit):
 
 @triton.jit
 def _largest(
-    x, before, b, c, M, WIDTH: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    before,
+    b,
+    c,
+    M,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    WHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     most = tl.zeros((BLOCK,), tl.float32)
     start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
-        v, w = _values(x, before, b, c, at // WIDTH, at % WIDTH, at < size, M, M, WIDTH, HEADS, WHAT)
+        v, w = _values(
+            x, before, b, c, at // WIDTH, at % WIDTH, at < size, M, M, WIDTH, HEADS, WHAT
+        )
         most = tl.maximum(most, tl.abs(v))
         if WHAT == "dswiglu":
             most = tl.maximum(most, tl.abs(w))
@@ -277,12 +329,13 @@ def _largest(
 def _cast(
     a, b, c, before, out, out_t, partial, amax, scale, quads, limit,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
-    SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
-    Rows are taken in quads, since Triton transposes words faster than bytes: the bytes of four rows become
-    one word of the transpose. quads: the rows of all programs, divided by four.
+    Rows are taken in quads, since Triton transposes words faster than bytes: the bytes of four rows
+    become one word of the transpose. quads: the rows of all programs, divided by four.
     """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
     strip, program = tl.program_id(0), tl.program_id(1)
@@ -360,15 +413,22 @@ def _store(values, factor, limit, out, out_t, quad, cols, inside, quads, N: tl.c
 def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     """The fp8 bytes of four numbers in one 32-bit word, v0's the lowest.
 
-    In PTX, since ptxas 12.8 drops a byte of Triton's own conversion that is both packed and stored alone.
+    In PTX, since ptxas 12.8 drops a byte of Triton's own conversion that is both packed and stored
+    alone.
     """
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
-    pair: tl.constexpr = "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
-    both: tl.constexpr = pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+    pair: tl.constexpr = (
+        "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
+    )
+    both: tl.constexpr = (
+        pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
+    )
     code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
-    return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -379,7 +439,9 @@ def _bits(v, limit, dtype: tl.constexpr):
 def transpose(x, out):
     """out = x.T, of bytes."""
     (M, N), T = x.shape, TRANSPOSE_TILE
-    _transpose[cdiv(M, T), cdiv(N, T)](x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=T, num_warps=8)
+    _transpose[cdiv(M, T), cdiv(N, T)](
+        x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=T, num_warps=8
+    )
 
 
 @triton.jit
@@ -387,8 +449,9 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
     first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
-    tile = tl.load(x + tl.cast(first_row, tl.int64) * N + first_col
-                   + tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :], mask=inside)  # fmt: skip
+    first = tl.cast(first_row, tl.int64) * N + first_col
+    within = tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :]
+    tile = tl.load(x + first + within, mask=inside)
     across = tl.cast(first_col, tl.int64) * M + first_row
     at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
     tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
@@ -398,7 +461,9 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 
 def gather_in_8_bits(layers, ranks):
-    """Before fully_shard among so many ranks: tracked layers' weights become `Rows`, w_amax their scale."""
+    """Before fully_shard among so many ranks:
+    tracked layers' weights become `Rows`, w_amax their scale.
+    """
     for layer in layers:
         if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
@@ -406,11 +471,13 @@ def gather_in_8_bits(layers, ranks):
 
 
 class Rows(Tensor):
-    """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_* methods).
+    """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_*
+    methods).
 
-    The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its bytes hold the
-    weight in e4m3 and then its transpose, both made once per gather. Only `forward_product` and `Widened` may
-    read it: an edit that reads layer.weight needs another precision or --parallel=ddp.
+    The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its
+    bytes hold the weight in e4m3 and then its transpose, both made once per gather. Only
+    `forward_product` and `Widened` may read it: an edit that reads layer.weight needs another
+    precision or --parallel=ddp.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -436,9 +503,12 @@ class Rows(Tensor):
         straight, across = halves(both)
         ranks, each = tops.numel(), rows8.numel() // tops.numel()
         grid, options = (ranks, cdiv(each, COPY_BLOCK)), dict(BLOCK=COPY_BLOCK, num_warps=8)
-        _align[grid](rows8, tops, straight, scale, each, RANKS=ranks, MORE=power_of_2(ranks), **options)
+        _align[grid](
+            rows8, tops, straight, scale, each, RANKS=ranks, MORE=power_of_2(ranks), **options
+        )
         transpose(straight, across)
-        rows8.untyped_storage().resize_(0)  # FSDP2 would keep it as long as `both`, and allocates it again
+        # FSDP2 would keep it as long as `both`, and allocates it again
+        rows8.untyped_storage().resize_(0)
         return None if out is not None else (both, (both,))
 
 
@@ -467,13 +537,17 @@ def halves(both):
 @triton.jit
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(_power(tl.load(amax), 448.0))
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(
+        _power(tl.load(amax), 448.0)
+    )
     tl.store(out + at, _rounded(v, 448.0, out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
 def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
-    """Brings the ranks' shards, `each` numbers long, to one scale: that of the rank with the largest amax."""
+    """Brings the ranks' shards, `each` numbers long, to one scale:
+    that of the rank with the largest amax.
+    """
     rank, ranks = tl.program_id(0), tl.arange(0, MORE)
     power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
@@ -487,11 +561,23 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 # -- the head
 
 
-@operator("cross_entropy_chunks8", lambda x, weight, *_: loss.empty_results(x, weight), ["x_amax", "w_amax"])
+@operator(
+    "cross_entropy_chunks8",
+    lambda x, weight, *_: loss.empty_results(x, weight),
+    ["x_amax", "w_amax"],
+)
 def cross_entropy_chunks8(
-    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, x_amax: Tensor, w_amax: Tensor
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    V: int,
+    softcap: float | None,
+    x_amax: Tensor,
+    w_amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8; N must be a multiple of 16."""
+    """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8;
+    N must be a multiple of 16.
+    """
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
     losses, dx, dw = loss.empty_results(x, weight)

@@ -6,8 +6,8 @@ from fast import definitions
 
 
 class Rotation(torch.autograd.Function):
-    """definitions.rotated, whose backward is a rotation by the opposite angle; torch.compile's takes 3 times
-    as long.
+    """definitions.rotated, whose backward is a rotation by the opposite angle; torch.compile's
+    takes 3 times as long.
     """
 
     @staticmethod
@@ -24,8 +24,9 @@ class Rotation(torch.autograd.Function):
 class SameLayout(torch.autograd.Function):
     """Identity of (B, T, H, D); lays the gradient out in memory as the output is.
 
-    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone; with another layout of dy, as
-    after an edit's gate, a plan computes wrong numbers. A compiled dy is contiguous, so rarely copied.
+    PyTorch keeps plans of cuDNN's backward by the layouts of q, k and v alone; with another layout
+    of dy, as after an edit's gate, a plan computes wrong numbers. A compiled dy is contiguous, so
+    rarely copied.
     """
 
     @staticmethod
@@ -37,7 +38,9 @@ class SameLayout(torch.autograd.Function):
     def backward(ctx, dy):
         if dy.stride() == ctx.strides:
             return dy
-        return torch.empty_strided(dy.shape, ctx.strides, dtype=dy.dtype, device=dy.device).copy_(dy)
+        return torch.empty_strided(dy.shape, ctx.strides, dtype=dy.dtype, device=dy.device).copy_(
+            dy
+        )
 
 
 def same_layout(y):

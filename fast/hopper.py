@@ -1,8 +1,9 @@
-"""GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at all.
+"""GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at
+all.
 
 The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
-(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host compiler;
-the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
+(https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host
+compiler; the driver launches them (https://docs.nvidia.com/cuda/cuda-driver-api).
 """
 
 import ctypes
@@ -20,13 +21,17 @@ HEADER = (FOLDER / "hopper.cuh").read_text()
 SIZES = dict(re.findall(r"constexpr u32 (\w+) = (\d+);", HEADER))  # explained there
 BM, BN, BK, STAGES = (int(SIZES[name]) for name in ("BM", "BN", "BK", "STAGES"))
 CHUNK, CLUSTER, THREADS = (int(SIZES[name]) for name in ("CHUNK", "CLUSTER", "THREADS"))
-PART = 2 * BM  # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
+# linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
+PART = 2 * BM
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
 K_MAJOR, N_MAJOR = "B_N_MAJOR=0", "B_N_MAJOR=1"  # b: (N, K); (K, N)
 LINEAR, LINEAR_N_MAJOR = (("hopper_gemm", "EPILOGUE=BIAS", major) for major in (K_MAJOR, N_MAJOR))
 GELU, DGELU = ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR), ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
-RELU2, DRELU2 = ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR), ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR)
+RELU2, DRELU2 = (
+    ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR),
+    ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR),
+)
 EXP, EXP_CAPPED = (("hopper_gemm", f"EPILOGUE={name}", K_MAJOR) for name in ("EXP", "EXP_CAPPED"))
 WGRAD = ("hopper_wgrad",)
 KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, EXP_CAPPED, WGRAD
@@ -40,7 +45,9 @@ SHARED_BYTES = {
 
 @functools.cache
 def available(device):
-    """Whether the kernels run on this torch.device: a Hopper GPU, and NVRTC, which comes with PyTorch."""
+    """Whether the kernels run on this torch.device:
+    a Hopper GPU, and NVRTC, which comes with PyTorch.
+    """
     try:
         return chips.of(device) == chips.Chip("nvidia", (9, 0)) and bool(nvrtc())
     except OSError:
@@ -48,10 +55,12 @@ def available(device):
 
 
 def takes(*operands):
-    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no operand.
+    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no
+    operand.
 
-    TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with contiguous rows,
-    and its address, width and row stride multiples of 16 bytes. A shape stands for a new bf16 tensor.
+    TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with
+    contiguous rows, and its address, width and row stride multiples of 16 bytes. A shape stands for
+    a new bf16 tensor.
     """
     return all(x is None or fits(x) for x in operands)
 
@@ -62,13 +71,17 @@ def fits(x):
     if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
     *row, element = x.stride()
-    return element == 1 and x.data_ptr() % 16 == 0 and not (row and (row[0] % 8 or row[0] < x.size(1)))
+    return (
+        element == 1 and x.data_ptr() % 16 == 0 and not (row and (row[0] % 8 or row[0] < x.size(1)))
+    )
 
 
 def linear(a, b, bias, out):
-    """out = a b + bias; returns out. a: (M, K); b: (K, N), either major; bias: (N,) or None; out: (M, N).
+    """out = a b + bias; returns out. a: (M, K); b: (K, N), either major; bias: (N,) or None; out:
+    (M, N).
 
-    `takes` must hold for a, b or b.t(), bias and out, as for all operands here; a RuntimeError otherwise.
+    `takes` must hold for a, b or b.t(), bias and out, as for all operands here; a RuntimeError
+    otherwise.
     """
     n_major = b.stride(1) == 1
     launch_gemm(LINEAR_N_MAJOR if n_major else LINEAR, [a], b if n_major else b.t(), out, bias=bias)
@@ -90,7 +103,8 @@ def relu2(a, b, bias):
 
 
 def derivative(kernel, a, b, saved):
-    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K), b: (K, N).
+    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K),
+    b: (K, N).
 
     saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative.
     """
@@ -104,23 +118,29 @@ dgelu, drelu2 = functools.partial(derivative, DGELU), functools.partial(derivati
 
 
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
-    """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN columns.
+    """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN
+    columns.
 
-    a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N / BN
-    rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those BN columns would
-    be above 2^60, until the largest is 1. `out`, (M, N), receives the numerators. softcap: the logits are
-    softcap tanh(a b^T / softcap), never raised, and `out` is multiplied with this derivative.
+    a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N
+    / BN rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those
+    BN columns would be above 2^60, until the largest is 1. `out`, (M, N), receives the numerators.
+    softcap: the logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied
+    with this derivative.
     """
     kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
-    launch_gemm(kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0)
+    launch_gemm(
+        kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0
+    )
     return sums[: a.size(0)]
 
 
 def linear_backward(parts, x, w):
-    """Gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32 and added up in no fixed order.
+    """Gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32 and added up in no fixed
+    order.
 
-    parts: the gradient of y = x w^T + b in three contiguous matrices (T, P_i), each P_i a multiple of PART.
+    parts: the gradient of y = x w^T + b in three contiguous matrices (T, P_i), each P_i a multiple
+    of PART.
     """
     (T, Q), P, dx = x.shape, w.size(0), torch.empty_like(x)
     launch_gemm(LINEAR_N_MAJOR, parts, w, dx)
@@ -134,14 +154,20 @@ def linear_backward(parts, x, w):
 
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
-    """How many k-tiles of a tile are a work unit of hopper_wgrad: few units, all clusters busy to the end."""
+    """How many k-tiles of a tile are a work unit of hopper_wgrad:
+    few units, all clusters busy to the end.
+    """
     # the busiest cluster's time in k-tiles; adding a unit to dw takes as long as about two
     splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
     return -(-k_tiles // splits)
 
 
-def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0):
-    """Launches hopper_gemm. parts: [a], or three matrices that make up a; b: as the kernel reads it."""
+def launch_gemm(
+    kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0
+):
+    """Launches hopper_gemm. parts: [a], or three matrices that make up a;
+    b: as the kernel reads it.
+    """
     ensure_context(b.device.index)
     n_major = N_MAJOR in kernel
     M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
@@ -149,7 +175,9 @@ def launch_gemm(kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=
     b_map = tensor_map(b, *((BK // CLUSTER, 64) if n_major else (BN // CLUSTER, BK)))
     out_map, saved_map = (b_map if x is None else tensor_map(x, 32, CHUNK) for x in (out, saved))
     maps = [*(a_maps if len(parts) == 3 else a_maps * 3), b_map, out_map, saved_map]
-    clusters = min(sm_count(b.device) // CLUSTER, cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN))
+    clusters = min(
+        sm_count(b.device) // CLUSTER, cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN)
+    )
     numbers = M, N, K, *offsets(parts), n_valid, out is not None, softcap
     launch(kernel, b.device.index, clusters, maps, (bias, shifts, sums), numbers)
 
@@ -167,8 +195,14 @@ def offsets(parts):
 
 @functools.cache
 def sm_count(device):
-    """Streaming multiprocessors of a torch.device; 1 for a CPU, where Triton's interpreter runs kernels."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Streaming multiprocessors of a torch.device;
+    1 for a CPU, where Triton's interpreter runs kernels.
+    """
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def launch(kernel, device, clusters, maps, tensors, numbers):
@@ -179,15 +213,23 @@ def launch(kernel, device, clusters, maps, tensors, numbers):
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1
     function, shared_bytes = loaded(kernel, device), SHARED_BYTES[kernel[0]]
-    call(driver(), "cuLaunchKernel", function, *grid_and_block, shared_bytes, stream, addresses, None)
+    call(
+        driver(), "cuLaunchKernel", function, *grid_and_block, shared_bytes, stream, addresses, None
+    )
 
 
 def tensor_map(x, rows, columns):
-    """A CUtensorMap, TMA's descriptor of a matrix, for boxes of rows x columns with the 128-byte swizzle."""
+    """A CUtensorMap, TMA's descriptor of a matrix,
+    for boxes of rows x columns with the 128-byte swizzle.
+    """
     if not takes(x) or x.dim() != 2:
-        found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
+        found = (
+            f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
+        )
         right = "bf16 matrices whose rows are contiguous and begin and end at multiples of 16 bytes"
-        raise RuntimeError(f"fast/hopper.py takes {right}, not {found}; use fast/cublas.py for others")
+        raise RuntimeError(
+            f"fast/hopper.py takes {right}, not {found}; use fast/cublas.py for others"
+        )
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
@@ -201,7 +243,9 @@ def tensor_map(x, rows, columns):
 
 
 def ensure_context(device):
-    """Makes the GPU's primary context current in this thread if none is, as in some of autograd's threads."""
+    """Makes the GPU's primary context current in this thread if none is,
+    as in some of autograd's threads.
+    """
     context = ctypes.c_void_p()
     call(driver(), "cuCtxGetCurrent", ctypes.byref(context))
     if not context:
@@ -234,13 +278,18 @@ def loaded(kernel, device):
     name = kernel[0]
     call(driver(), "cuModuleLoadData", ctypes.byref(module), compiling()[kernel].result())
     call(driver(), "cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-    call(driver(), "cuFuncSetAttribute", function, max_dynamic_shared_size_bytes, SHARED_BYTES[name])
+    call(
+        driver(), "cuFuncSetAttribute", function, max_dynamic_shared_size_bytes, SHARED_BYTES[name]
+    )
     return function
 
 
 @functools.cache
 def compiling():
-    """Starts to compile every kernel, a thread each; returns the futures. torch.compile takes longer."""
+    """Starts to compile every kernel, a thread each; returns the futures.
+
+    torch.compile takes longer.
+    """
     threads = ThreadPoolExecutor(len(KERNELS))
     cubins = {kernel: threads.submit(compiled, kernel) for kernel in KERNELS}
     threads.shutdown(wait=False)
@@ -248,11 +297,19 @@ def compiling():
 
 
 def compiled(kernel):
-    """The kernel's cubin, its machine code for sm_90a; RuntimeError with the compiler's log otherwise."""
+    """The kernel's cubin, its machine code for sm_90a;
+    RuntimeError with the compiler's log otherwise.
+    """
     name, *definitions = kernel
     source, file = (FOLDER / f"{name}.cu").read_bytes(), f"{name}.cu".encode()
-    options = [b"--gpu-architecture=sm_90a", *(b"-D" + definition.encode() for definition in definitions)]
-    headers, include_names = (ctypes.c_char_p * 1)(HEADER.encode()), (ctypes.c_char_p * 1)(b"hopper.cuh")
+    options = [
+        b"--gpu-architecture=sm_90a",
+        *(b"-D" + definition.encode() for definition in definitions),
+    ]
+    headers, include_names = (
+        (ctypes.c_char_p * 1)(HEADER.encode()),
+        (ctypes.c_char_p * 1)(b"hopper.cuh"),
+    )
     lib, program = nvrtc(), ctypes.c_void_p()
     call(lib, "nvrtcCreateProgram", ctypes.byref(program), source, file, 1, headers, include_names)
     if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):

@@ -1,4 +1,6 @@
-"""Linear layers in bf16: GEMMs by cuBLASLt or hopper.py; the projection to q, k, v has its own backward."""
+"""Linear layers in bf16: GEMMs by cuBLASLt or hopper.py;
+the projection to q, k, v has its own backward.
+"""
 
 import functools
 
@@ -17,7 +19,12 @@ def empty_product(a, b, bias=None, dtype=None, *_, **__):
 
 @operator("product", empty_product)
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, tune: bool, added: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tune: bool,
+    added: Tensor | None = None,
 ) -> Tensor:
     return cublas.matmul(a, b, empty_product(a, b, bias, dtype), bias=bias, added=added, tune=tune)
 
@@ -42,32 +49,44 @@ class LinearFunction(torch.autograd.Function):
 
 
 def linear_forward(ctx, x, weight, bias, tune):
-    """The GEMM of a linear layer, (..., K) -> (M, N); saves its operands for the backward in ctx."""
+    """The GEMM of a linear layer, (..., K) -> (M, N);
+    saves its operands for the backward in ctx.
+    """
     flat, w, b = operands(ctx, x, weight, bias)
     ctx.save_for_backward(flat, w)
     return product(flat, w.t(), b, x.dtype, tune)
 
 
 def operands(ctx, x, *parameters):
-    """(x: (..., K) as rows, the parameters in x's dtype); keeps the dtypes of their gradients in ctx."""
+    """(x: (..., K) as rows, the parameters in x's dtype);
+    keeps the dtypes of their gradients in ctx.
+    """
     ctx.dtypes = dtypes_of(*parameters)
     return x.flatten(0, -2), *[None if p is None else p.to(x.dtype) for p in parameters]
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
-    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K); sums: column sums of dy, if not empty."""
+    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K);
+    sums: column sums of dy, if not empty.
+    """
     dw = product(dy.t(), x, None, weight_dtype, True)
     if bias_dtype is None:
         return dw, None
-    return dw, (dy.sum(0, dtype=torch.float32) if sums is None or not len(sums) else sums).to(bias_dtype)
+    return dw, (dy.sum(0, dtype=torch.float32) if sums is None or not len(sums) else sums).to(
+        bias_dtype
+    )
 
 
 class QKV(torch.autograd.Function):
-    """The linear layer before attention: x: (B, T, C) -> q, k, v: (B, H, T, D) each, views of one tensor."""
+    """The linear layer before attention: x: (B, T, C) -> q, k, v:
+    (B, H, T, D) each, views of one tensor.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, heads, head_dim, tune):
-        return split_heads(linear_forward(ctx, x, weight, bias, tune), x.shape[:-1], heads, head_dim)
+        return split_heads(
+            linear_forward(ctx, x, weight, bias, tune), x.shape[:-1], heads, head_dim
+        )
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
@@ -79,7 +98,10 @@ class QKV(torch.autograd.Function):
 
 
 def empty_gradients(dq, dk, dv, x, w, weight_dtype, sums):
-    dw, db = torch.empty_like(w, dtype=weight_dtype), w.new_empty(w.size(0) * sums, dtype=torch.float32)
+    dw, db = (
+        torch.empty_like(w, dtype=weight_dtype),
+        w.new_empty(w.size(0) * sums, dtype=torch.float32),
+    )
     return torch.empty_like(x), dw, db
 
 
@@ -87,10 +109,11 @@ def empty_gradients(dq, dk, dv, x, w, weight_dtype, sums):
 def qkv_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, w: Tensor, weight_dtype: torch.dtype, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, float32 column sums of dy if `sums`) of y = x w^T, where dy is dq, dk and dv side by side.
+    """(dx, dw, float32 column sums of dy if `sums`) of y = x w^T, where dy is dq, dk and dv side by
+    side.
 
-    On Hopper, if all widths suit its tiles, the faster of two ways, timed at the first call of a shape; the
-    first in a deterministic run, since hopper.linear_backward adds in no fixed order.
+    On Hopper, if all widths suit its tiles, the faster of two ways, timed at the first call of a
+    shape; the first in a deterministic run, since hopper.linear_backward adds in no fixed order.
     """
     parts, ways = (dq, dk, dv), (packed_gradients, parts_gradients)
     fits = on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)

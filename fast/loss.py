@@ -1,6 +1,7 @@
 """Linear layer and cross-entropy in chunks of tokens, the gradients computed in the forward.
 
-On Hopper the epilogue of the logits' GEMM takes the softmax's exponentials: logits are read once less.
+On Hopper the epilogue of the logits' GEMM takes the softmax's exponentials: logits are read once
+less.
 """
 
 import torch
@@ -12,8 +13,10 @@ import fast
 from fast import cublas, hopper
 from fast.operators import LOG2E, on_hopper, operator, power_of_2
 
-LARGEST_CAP = 32.0  # of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
-CE_BLOCK, CE_WARPS = 2048, 8  # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
+# of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
+LARGEST_CAP = 32.0
+# 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
+CE_BLOCK, CE_WARPS = 2048, 8
 
 
 def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
@@ -36,20 +39,28 @@ def empty_results(x, weight, grad=True):
 
 @operator(
     "cross_entropy_chunks",
-    lambda x, w, t, V, cap, grad: (*empty_results(x, w, grad), x.new_empty(x.size(0), dtype=torch.float32)),
+    lambda x, w, t, V, cap, grad: (
+        *empty_results(x, w, grad),
+        x.new_empty(x.size(0), dtype=torch.float32),
+    ),
 )
 def cross_entropy_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); without grad the last three are of no use.
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); without grad the last three are of
+    no use.
 
-    dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with `factors`.
-    x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of weight, less its padding.
+    dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with
+    `factors`. x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of
+    weight, less its padding.
     """
     N, P, w = x.size(0), weight.size(0), weight.to(x.dtype)
     rows, (losses, dx, dw) = min(N, chunk_rows(P)), empty_results(x, weight, grad)
     in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
-    shifts, factors = target_logits(x, w, targets, softcap) if in_product else None, torch.ones_like(losses)
+    shifts, factors = (
+        target_logits(x, w, targets, softcap) if in_product else None,
+        torch.ones_like(losses),
+    )
     logits = x.new_empty(rows if grad or not in_product else 0, P)
     for i in range(0, N, rows):
         own = slice(i, i + rows)
@@ -67,9 +78,11 @@ def cross_entropy_chunks(
 
 
 def summed_loss(chunks):
-    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(rows of x, weight, *more).
+    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(rows of x, weight,
+    *more).
 
-    chunks also returns the gradients of x and weight, and perhaps factors for the rows of the former.
+    chunks also returns the gradients of x and weight, and perhaps factors for the rows of the
+    former.
     """
 
     class Function(torch.autograd.Function):
@@ -98,7 +111,9 @@ def chunk_rows(P):
 
 
 def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
-    """Fills `losses` (rows,) and, with grad, `grads` (rows, P) with scale times the logits' gradient."""
+    """Fills `losses` (rows,) and, with grad, `grads` (rows,
+    P) with scale times the logits' gradient.
+    """
     _cross_entropy[(logits.size(0),)](
         logits, targets, losses, grads, softcap or 0.0, scale,
         P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
@@ -112,11 +127,12 @@ def _cross_entropy(
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V are real.
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V
+    are real.
 
-    exp is taken against the largest of the last block's logits and the target's, without a running maximum;
-    in the rare row where that overflows again against the true one. The second pass goes backwards: it begins
-    with what the cache still holds. Only the last block needs a mask.
+    exp is taken against the largest of the last block's logits and the target's, without a running
+    maximum; in the rare row where that overflows again against the true one. The second pass goes
+    backwards: it begins with what the cache still holds. Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -152,7 +168,9 @@ def _cross_entropy(
     lse = top + tl.log(norm)
     tl.store(losses + row, lse - picked)
     if GRAD:
-        grad = tl.where(FULL + cols < V, _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER), 0.0)
+        grad = tl.where(
+            FULL + cols < V, _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER), 0.0
+        )
         tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
@@ -160,7 +178,11 @@ def _cross_entropy(
             grad = _ce_grad(x, at, lse, scale, softcap, CAP, DITHER)
             tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
-            tl.store(grads + start + cols, tl.zeros((BLOCK,), grads.dtype.element_ty), mask=start + cols < P)
+            tl.store(
+                grads + start + cols,
+                tl.zeros((BLOCK,), grads.dtype.element_ty),
+                mask=start + cols < P,
+            )
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
         at_target = tl.exp2(picked * LOG2E - lse * LOG2E) * scale - scale
         if CAP:
@@ -171,18 +193,24 @@ def _cross_entropy(
 
 
 def target_logits(x, w, targets, softcap):
-    """(N,) float32: the logit of each row's target, capped, times log2(e); infinite where it is ignored."""
+    """(N,) float32: the logit of each row's target, capped, times log2(e);
+    infinite where it is ignored.
+    """
     C, shifts = x.size(1), x.new_empty(x.size(0), dtype=torch.float32)
     block, capped = min(2048, power_of_2(C)), softcap is not None
-    _target_logits[(x.size(0),)](x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block)
+    _target_logits[(x.size(0),)](
+        x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block
+    )
     return shifts
 
 
 def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
-    """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's epilogue.
+    """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's
+    epilogue.
 
-    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its factor is the
-    gradient of its logits. Returns x with rows times factors, for the weight's gradient.
+    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its
+    factor is the gradient of its logits. Returns x with rows times factors, for the weight's
+    gradient.
     """
     sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
@@ -196,7 +224,9 @@ def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, 
 
 
 @triton.jit
-def _target_logits(x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _target_logits(
+    x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     products = tl.zeros((BLOCK,), tl.float32)
@@ -215,11 +245,13 @@ def _exponential_rows(
     P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss from partial sums of exponentials, relative to that of the target's logit.
+    """One row a program: its loss from partial sums of exponentials, relative to that of the
+    target's logit.
 
-    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow, those of
-    WIDTH columns come relative to the largest of them, `raised` above the target's logit (in powers of two):
-    a row with such columns, which is rare, is scaled so that all are relative to its largest.
+    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow,
+    those of WIDTH columns come relative to the largest of them, `raised` above the target's logit
+    (in powers of two): a row with such columns, which is rare, is scaled so that all are relative
+    to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
@@ -270,8 +302,9 @@ def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
 def _dithered(x, at, seed):
     """x rounded stochastically to e5m2's two mantissa bits, so that it is right in the mean.
 
-    A token has much the same probability at most positions: errors of rounding to nearest would add up. The
-    random bits are a hash of the row's seed plus a golden-ratio step per column: a multiplication.
+    A token has much the same probability at most positions: errors of rounding to nearest would add
+    up. The random bits are a hash of the row's seed plus a golden-ratio step per column: a
+    multiplication.
     """
     start = seed.to(tl.float32).to(tl.uint32, bitcast=True) * 0x9E3779B1
     start = (start ^ (start >> 15)) * 0x85EBCA77

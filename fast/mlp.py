@@ -1,7 +1,9 @@
-"""MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2 and SwiGLU.
+"""MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2
+and SwiGLU.
 
-GELU, and ReLU^2 on Hopper: activation and derivative are in the GEMMs' epilogues, on Hopper with the first
-bias gradient. SwiGLU: the backward computes silu(gate) * up again together with the gradients of both.
+GELU, and ReLU^2 on Hopper: activation and derivative are in the GEMMs' epilogues, on Hopper with
+the first bias gradient. SwiGLU: the backward computes silu(gate) * up again together with the
+gradients of both.
 """
 
 import torch
@@ -17,7 +19,8 @@ SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
 
 
 class MLPFunction(torch.autograd.Function):
-    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up: (2 H, K)).
+    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up:
+    (2 H, K)).
 
     x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N).
     """
@@ -63,12 +66,16 @@ def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple
 
 
 def empty_derivative(a, b, before):
-    return torch.empty_like(before), before.new_empty(before.size(1) * on_hopper(a), dtype=torch.float32)
+    return torch.empty_like(before), before.new_empty(
+        before.size(1) * on_hopper(a), dtype=torch.float32
+    )
 
 
 @operator("product_dgelu", empty_derivative)
 def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times GELU's derivative at the pre-activation `before`, on Hopper its float32 column sums)"""
+    """(a b times GELU's derivative at the pre-activation `before`,
+    on Hopper its float32 column sums)
+    """
     if on_hopper(a):
         return hopper.dgelu(a, b, before)
     out, no_sums = empty_derivative(a, b, before)
@@ -87,7 +94,9 @@ def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tens
 
 @operator("product_drelu2", empty_derivative)
 def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times ReLU^2's derivative where its output is `act`, on Hopper its float32 column sums)"""
+    """(a b times ReLU^2's derivative where its output is `act`,
+    on Hopper its float32 column sums)
+    """
     if on_hopper(a):
         return hopper.drelu2(a, b, act)
     out, no_sums = empty_derivative(a, b, act)
@@ -117,16 +126,22 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
     N, H = gate_up.size(0), gate_up.size(1) // 2
     act = gate_up.new_empty(N, H)
-    _swiglu[(N, cdiv(H, SWIGLU_BLOCK))](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    _swiglu[(N, cdiv(H, SWIGLU_BLOCK))](
+        gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
+    )
     return act
 
 
-@operator("swiglu_backward", lambda dact, gate_up: (torch.empty_like(gate_up), torch.empty_like(dact)))
+@operator(
+    "swiglu_backward", lambda dact, gate_up: (torch.empty_like(gate_up), torch.empty_like(dact))
+)
 def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
     (N, H), dgate_up, act = dact.shape, torch.empty_like(gate_up), torch.empty_like(dact)
     grid = N, cdiv(H, SWIGLU_BLOCK)
-    _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    _swiglu_backward[grid](
+        dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
+    )
     return dgate_up, act
 
 
@@ -136,7 +151,9 @@ def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(act + row * H + cols, (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(
+        act + row * H + cols, (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=cols < H
+    )
 
 
 @triton.jit

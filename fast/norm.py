@@ -1,4 +1,6 @@
-"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another; see also fusion.py."""
+"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another;
+see also fusion.py.
+"""
 
 import torch
 import triton
@@ -13,7 +15,9 @@ NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16; weight, shift: (C,)."""
+    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16;
+    weight, shift: (C,).
+    """
 
     @staticmethod
     def forward(ctx, x, weight, shift, eps, centred):
@@ -25,22 +29,29 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
-        gradients = (None if dtype is None else s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes))
+        gradients = (
+            None if dtype is None else s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes)
+        )
         return dx, *gradients, None, None
 
 
 def norm_results(x, update=None, weight=None, shift=None, eps=None, centred=None, keep=True):
-    total = x.new_empty(0) if update is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = (
+        x.new_empty(0)
+        if update is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
     stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
     return total, x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16), stats
 
 
 @operator("norm_forward", norm_results)
 def norm_forward(
-    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float, centred: bool,
-    keep: bool = True,
+    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float,
+    centred: bool, keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 / deviation)
+    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 /
+    deviation)
 
     keep=False: the norm is empty; fp8.cast computes it from the stats.
     """
@@ -49,24 +60,29 @@ def norm_forward(
     block = power_of_2(C)
     rows = max(1, 4096 // block)
     _norm_forward[(cdiv(N, rows),)](
-        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h, stats, N,
-        eps, keep, C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
+        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h,
+        stats, N, eps, keep, C=C, CENTRED=centred, BLOCK=block, ROWS=rows,
+        num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats
 
 
 @operator(
     "norm_backward",
-    lambda _, dh, x, *more, **__: (torch.empty_like(x), x.new_empty(3, x.size(-1), dtype=torch.float32)),
+    lambda _, dh, x, *more, **__: (
+        torch.empty_like(x),
+        x.new_empty(3, x.size(-1), dtype=torch.float32),
+    ),
 )
 def norm_backward(
     dtotal: Tensor | None, dh: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centred: bool,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of `total`.
+    """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of
+    `total`.
 
-    dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is none.
-    first: more gradient of the norm's first columns, added to dh.
+    dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is
+    none. first: more gradient of the norm's first columns, added to dh.
     """
     C, N = total.size(-1), stats.size(1)
     block = power_of_2(C)
@@ -74,10 +90,10 @@ def norm_backward(
     programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
     dx, parts = torch.empty_like(total), total.new_empty(programs, 3, C, dtype=torch.float32)
     _norm_backward[(programs,)](
-        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx, parts,
-        None if first is None else first.contiguous(), N, FIRST=0 if first is None else first.size(-1),
-        C=C, CENTRED=centred, BLOCK=block, PROGRAMS=programs, STEPS=cdiv(N, programs),
-        STAGES=NORM_BACK_STAGES, num_warps=warps,
+        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx,
+        parts, None if first is None else first.contiguous(), N,
+        FIRST=0 if first is None else first.size(-1), C=C, CENTRED=centred, BLOCK=block,
+        PROGRAMS=programs, STEPS=cdiv(N, programs), STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
     return dx, parts.sum(0)
 

@@ -1,6 +1,8 @@
-"""RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also RoPE alone.
+"""RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also
+RoPE alone.
 
-https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and keys)
+https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and
+keys)
 """
 
 import torch
@@ -16,9 +18,11 @@ ROPE_BACK_STAGES, ROPE_BACK_PROGRAMS = 1, 4  # programs a multiprocessor
 
 
 class RopeFunction(torch.autograd.Function):
-    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE alone.
+    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE
+    alone.
 
-    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H, D).
+    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H,
+    D).
     """
 
     @staticmethod
@@ -39,7 +43,18 @@ def rope_forward(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin:
     x, y = side_by_side(x), heads_last(x)
     size, options = blocks(x)
     _rope_forward[(cdiv(size, options["ROWS"]),)](
-        x, weight, cos, sin, y, size, eps, cos.stride(0), *x.stride()[:3], H=x.size(1), T=x.size(2), **options
+        x,
+        weight,
+        cos,
+        sin,
+        y,
+        size,
+        eps,
+        cos.stride(0),
+        *x.stride()[:3],
+        H=x.size(1),
+        T=x.size(2),
+        **options,
     )
     return y
 
@@ -60,8 +75,9 @@ def rope_backward(
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = dy.new_empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32)
     _rope_backward[(programs,)](
-        dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3], *x.stride()[:3],
-        programs, H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES, **options,
+        dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3],
+        *x.stride()[:3], programs, H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs),
+        STAGES=ROPE_BACK_STAGES, **options,
     )  # fmt: skip
     return dx, no_gradient if weight is None else parts.sum(0)
 
@@ -71,16 +87,22 @@ def side_by_side(x):
 
 
 def heads_last(x):
-    """A new (B, H, T, D) tensor which is (B, T, H, D) in memory: the layout of what qkv's GEMM wrote."""
+    """A new (B, H, T, D) tensor which is (B, T, H, D) in memory:
+    the layout of what qkv's GEMM wrote.
+    """
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
 def blocks(x):
-    """(B T H, the kernels' constants): a block has as many heads as have about ROPE_ELEMENTS numbers."""
+    """(B T H, the kernels' constants): a block has as many heads as
+    have about ROPE_ELEMENTS numbers.
+    """
     B, H, T, D = x.shape
     half = power_of_2(D // 2)
-    return B * T * H, dict(D=D, HALF=half, ROWS=max(1, ROPE_ELEMENTS // (2 * half)), num_warps=ROPE_WARPS)
+    return B * T * H, dict(
+        D=D, HALF=half, ROWS=max(1, ROPE_ELEMENTS // (2 * half)), num_warps=ROPE_WARPS
+    )
 
 
 @triton.jit
@@ -91,11 +113,15 @@ def _rope_forward(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, HALF)
     inside = (n < size)[:, None] & (cols < D // 2)[None, :]
-    first, second, c, s = _halves(x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D)
+    first, second, c, s = _halves(
+        x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D
+    )
     if weight is not None:
         first, second, _ = _normalised(first, second, eps, D)
         first *= tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)[None, :]
-        second *= tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)[None, :]
+        second *= tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)[
+            None, :
+        ]
     to = y + (n.to(tl.int64) * D)[:, None] + cols[None, :]
     tl.store(to, (first * c - second * s).to(y.dtype.element_ty), mask=inside)
     tl.store(to + D // 2, (second * c + first * s).to(y.dtype.element_ty), mask=inside)
@@ -115,16 +141,21 @@ def _rope_backward(
     if weight is not None:
         w1 = tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
         w2 = tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
-    sum1 = tl.zeros((ROWS, HALF), tl.float32)  # a sum over rows in each step would go through shared memory
+    # a sum over rows in each step would go through shared memory
+    sum1 = tl.zeros((ROWS, HALF), tl.float32)
     sum2 = tl.zeros((ROWS, HALF), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         n = (program + step * programs) * ROWS + tl.arange(0, ROWS)
         inside = (n < size)[:, None] & (cols < D // 2)[None, :]
-        d1, d2, c, s = _halves(dy, cos, sin, n, cols, inside, row, dy_batch, dy_head, dy_token, H, T, D)
+        d1, d2, c, s = _halves(
+            dy, cos, sin, n, cols, inside, row, dy_batch, dy_head, dy_token, H, T, D
+        )
         g1 = d1 * c + d2 * s  # the rotation by the opposite angle
         g2 = d2 * c - d1 * s
         if weight is not None:
-            x1, x2, _, _ = _halves(x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D)
+            x1, x2, _, _ = _halves(
+                x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D
+            )
             x1, x2, rstd = _normalised(x1, x2, eps, D)
             sum1 += g1 * x1
             sum2 += g2 * x2
@@ -143,16 +174,33 @@ def _rope_backward(
 
 @triton.jit
 def _halves(
-    x, cos, sin, n, cols, inside, row, batch, head, token, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr
+    x,
+    cos,
+    sin,
+    n,
+    cols,
+    inside,
+    row,
+    batch,
+    head,
+    token,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """The halves of the heads numbered n, in the order B, T, H, and their cosines and sines; float32."""
+    """The halves of the heads numbered n, in the order B, T, H,
+    and their cosines and sines; float32.
+    """
     t, b = n // H % T, n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
     at = x + start[:, None] + cols[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
     angle = (t * row)[:, None] + cols[None, :]
-    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    c, s = (
+        tl.load(cos + angle, mask=inside, other=0.0),
+        tl.load(sin + angle, mask=inside, other=0.0),
+    )
     return first, second, c, s
 
 

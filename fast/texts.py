@@ -1,7 +1,8 @@
 """Whether a definition in kernels.py still has the text that its fused forms compute.
 
-That text is in definitions.py, a copy. Both files are parsed by the Python that runs, and compared as syntax
-trees without docstrings: comments and line breaks are free, another name of a variable is another text.
+That text is in definitions.py, a copy. Both files are parsed by the Python that runs, and compared
+as syntax trees without docstrings: comments and line breaks are free, another name of a variable is
+another text.
 """
 
 import ast
@@ -13,7 +14,9 @@ FREE_METHODS = ("__init__", "reset_parameters", "extra_repr")
 
 
 def edits(path):
-    """{name: words} of the definitions that differ in a file from the copy, or call one that does."""
+    """{name: words} of the definitions that differ in a file from the copy,
+    or call one that does.
+    """
     expected, found = parsed(DEFINITIONS), parsed(path)
     changed = {name for name in expected if trees(found.get(name)) != trees(expected[name])}
     words = {name: f"{Path(path).stem}.{name} was edited" for name in expected if name in changed}
@@ -26,7 +29,9 @@ def edits(path):
 
 
 def parsed(path):
-    """{name: nodes that bind it} of a file's functions, classes and other names at the top level."""
+    """{name: nodes that bind it} of a file's functions,
+    classes and other names at the top level.
+    """
     found = {}
     for node in ast.parse(Path(path).read_text()).body:
         for name in bound_by(node):
@@ -38,7 +43,9 @@ def bound_by(node):
     """The names that a statement of a file binds, in whatever part of it."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
-    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names = [
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    ]
     within = (ast.FunctionDef, ast.ClassDef)
     return [*names, *(n.name for n in ast.walk(node) if isinstance(n, within))]
 
@@ -49,7 +56,9 @@ def trees(nodes):
 
 
 def without_words(node):
-    """The node without docstrings, free methods and the decorator `operation`, which is not in the copy."""
+    """The node without docstrings, free methods and the decorator `operation`,
+    which is not in the copy.
+    """
     if isinstance(node, ast.ClassDef):
         node.body = [part for part in node.body if getattr(part, "name", None) not in FREE_METHODS]
     for part in ast.walk(node):

@@ -1,11 +1,12 @@
-"""Scores of lm-evaluation-harness for a checkpoint as it is: nothing is exported, so an edited model's too.
+"""Scores of lm-evaluation-harness for a checkpoint as it is: nothing is exported, so an edited
+model's too.
 
     python -m measure.harness --checkpoint=out/a --tasks=hellaswag,arc_easy
-    python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5 --limit=200 --out=gsm8k.json
+    python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5 --out=gsm8k.json
     torchrun --standalone --nproc_per_node=8 -m measure.harness --checkpoint=out/a --tasks=mmlu
 
-Needs `pip install lm_eval==0.4.13`; tasks and their data come from the hub, but for those of measure/*.yaml
-and of --include_path. The model answers through measure/language_model.py.
+Needs `pip install lm_eval==0.4.13`; tasks and their data come from the hub, but for those of
+measure/*.yaml and of --include_path. The model answers through measure/language_model.py.
 """
 
 import json
@@ -28,8 +29,8 @@ class Config(TrainedConfig):
     num_fewshot: int | None = None  # examples before each question; None: as many as the task has
     limit: int | None = None  # number of examples of each task, from the first on; None: all
     include_path: str | None = None  # a folder with tasks of your own
-    gen_kwargs: str | None = None  # of tasks that generate: max_gen_toks=128,do_sample=True,temperature=0.8
-    batch_tokens: int | None = None  # tokens per forward pass; None: 16,384 on a GPU, 1,024 on a CPU
+    gen_kwargs: str | None = None  # of tasks that generate: max_gen_toks=128,do_sample=True
+    batch_tokens: int | None = None  # tokens per forward pass; None: 16,384 on a GPU, 1,024 on CPUs
     bos: bool = False  # the separator of documents precedes each text, as in training
     seed: int = 1337  # of texts that are sampled
     out: str | None = None  # write all that the harness reports to this file, as JSON
@@ -42,7 +43,9 @@ def main(cfg):
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table
     except ModuleNotFoundError as error:
-        raise UserError(f"there is no package {error.name}: pip install lm_eval=={TESTED}") from None
+        raise UserError(
+            f"there is no package {error.name}: pip install lm_eval=={TESTED}"
+        ) from None
     from measure.language_model import LanguageModel
     from run import trained
     from scale import parallel
@@ -66,12 +69,16 @@ def main(cfg):
             if report.get(column):
                 say(make_table(report, column))
         if cfg.out:
-            write_atomic(cfg.out, json.dumps(report, default=handle_non_serializable, indent=1).encode())
+            write_atomic(
+                cfg.out, json.dumps(report, default=handle_non_serializable, indent=1).encode()
+            )
     parallel.stop()
 
 
 def load(cfg):
-    """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names, with their data)."""
+    """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names,
+    with their data).
+    """
     from lm_eval.tasks import TaskManager
 
     folders = [Path(__file__).parent]
@@ -83,7 +90,9 @@ def load(cfg):
     names = [name.strip() for name in cfg.tasks.split(",")]
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise UserError(f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`")
+        raise UserError(
+            f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`"
+        )
     for name in names:
         with told(f"tasks={name} cannot be loaded", DataError):
             one = manager.load([name])

@@ -3,8 +3,9 @@
     lm_eval.simple_evaluate(LanguageModel(model, tokenizer, autocast), tasks=["lambada_openai"])
 
 Contexts and continuations are cut into tokens, and long ones shortened, as the harness's class for
-Hugging Face does, whose scores an exported model has. Each of N ranks is given all requests, computes one
-of N batches, and returns the answers of all ranks: the batches are those of one process.
+Hugging Face does, whose scores an exported model has. Each of N ranks is given all requests,
+computes one of N batches, and returns the answers of all ranks: the batches are those of one
+process.
 """
 
 import itertools
@@ -31,7 +32,10 @@ KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # genera
 
 
 class LanguageModel(LM):
-    """bos: the separator precedes each text. batch_tokens: in a forward pass; None: chosen by the device."""
+    """bos: the separator precedes each text.
+
+    batch_tokens: in a forward pass; None: chosen by the device.
+    """
 
     def __init__(self, model, tokenizer, autocast, batch_tokens=None, bos=False, seed=0):
         super().__init__()
@@ -45,7 +49,9 @@ class LanguageModel(LM):
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, 1024)
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        """[(log p of the continuation, whether each of its tokens is the likeliest)] of (context, it)."""
+        """[(log p of the continuation, whether each of its tokens is the likeliest)] of
+        (context, it).
+        """
         pairs = [request.args for request in requests]
         contexts = self.encode([context.rstrip() for context, _ in pairs])
         wholes = self.encode([context + more for context, more in pairs])
@@ -57,20 +63,26 @@ class LanguageModel(LM):
                 whole = [self.tokenizer.eot, *whole]
                 start = 1
             if not 0 < len(whole) - start <= self.limit:
-                size = f"has {max(0, len(whole) - start):,} tokens, of 1 to block_size={self.limit:,}"
+                size = (
+                    f"has {max(0, len(whole) - start):,} tokens, of 1 to block_size={self.limit:,}"
+                )
                 raise DataError(f"the continuation {more[:40]!r} of {before[-40:]!r} {size}")
             rows.append(whole)
             starts.append(start)
         return [(-loss, wrong == 0) for loss, wrong in self.scores(rows, starts)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """[log p of a whole text]: of each token after as many as fit, the first after the separator."""
+        """[log p of a whole text]: of each token after as many as fit,
+        the first after the separator.
+        """
         options = {"prefix_token": self.tokenizer.eot, "max_seq_len": self.limit, "context_len": 1}
         rows = []
         starts = []
         owners = []
         for i, ids in enumerate(self.encode([request.args[0] for request in requests])):
-            for context, more in map(make_disjoint_window, get_rolling_token_windows(ids, **options)):
+            for context, more in map(
+                make_disjoint_window, get_rolling_token_windows(ids, **options)
+            ):
                 rows.append([*context, *more])
                 starts.append(len(context))
                 owners.append(i)
@@ -80,21 +92,30 @@ class LanguageModel(LM):
         return found
 
     def generate_until(self, requests, disable_tqdm=False):
-        """[the text that continues a context] up to a string of `until`, an end, or max_gen_toks tokens."""
+        """[the text that continues a context] up to a string of `until`, an end,
+        or max_gen_toks tokens.
+        """
         if parallel.units(self.model):
-            raise UserError("parallel=fsdp: tasks that generate need --parallel=ddp, a whole model a rank")
+            raise UserError(
+                "parallel=fsdp: tasks that generate need --parallel=ddp, a whole model a rank"
+            )
         contexts = self.encode([request.args[0] for request in requests])
         asked = []
         for ids, request in zip(contexts, requests):
             options = self.options(request.args[1])
-            asked.append((ids[-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot], options))
+            asked.append(
+                (ids[-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot], options)
+            )
 
         def rows(_, alike):
             prompt, options = alike[0]  # the longest
             return max(1, self.batch_tokens // (len(prompt) + options["max_gen_toks"]))
 
         order = Collator(
-            asked, sort_fn=lambda one: -len(one[0]), group_fn=lambda one: one[1], group_by="gen_kwargs"
+            asked,
+            sort_fn=lambda one: -len(one[0]),
+            group_fn=lambda one: one[1],
+            group_by="gen_kwargs",
         )
         batches = list(order.get_batched(batch_fn=rows))
         rank, world = parallel.rank_and_size()
@@ -103,7 +124,9 @@ class LanguageModel(LM):
             found[number] = self.continued(batches[number], self.seed + number)
         for part in parallel.gather_objects(found):
             found |= part
-        return order.get_original([text for number in range(len(batches)) for text in found[number]])
+        return order.get_original(
+            [text for number in range(len(batches)) for text in found[number]]
+        )
 
     def encode(self, texts):
         """A list of ids for each text."""
@@ -111,24 +134,31 @@ class LanguageModel(LM):
         return [before + ids.tolist() for ids in self.tokenizer.encode_batch(texts)]
 
     def scores(self, rows, starts):
-        """[summed loss in nats, number of tokens that are not the likeliest] of rows from starts on."""
+        """[summed loss in nats, number of tokens that are not the
+        likeliest] of rows from starts on.
+        """
         if not rows:
             return []
         cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
         if any(cuts):
-            many = f"{np.count_nonzero(cuts):,} of {len(rows):,} rows exceed block_size={self.limit:,}"
+            many = (
+                f"{np.count_nonzero(cuts):,} of {len(rows):,} rows exceed block_size={self.limit:,}"
+            )
             warn(f"{many}: their left is cut off")
         rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
         starts = np.array(starts) - cuts
         prepared = hellaswag.Prepared(rows, starts)
         with self.autocast:
-            return hellaswag.over_rows(self.measure, 2, self.model, prepared, self.batch_tokens).tolist()
+            return hellaswag.over_rows(
+                self.measure, 2, self.model, prepared, self.batch_tokens
+            ).tolist()
 
     def measure(self, idx, targets):
         """(B, T) ids and targets -> (B, 2), see `scores`."""
         at = (targets >= 0).any(0).nonzero()[:, 0]  # where a row has a target
         logits, targets = self.model.logits(idx, at), targets[:, at]
-        loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")  # 0 where it is -100
+        # 0 where it is -100
+        loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         wrong = (logits.argmax(-1) != targets) & (targets >= 0)
         return torch.stack((loss.sum(1), wrong.sum(1)), 1)
 
@@ -145,7 +175,9 @@ class LanguageModel(LM):
         unknown = sorted(options.keys() - known)
         refuse([f"gen_kwargs: {name}={options[name]} {rule}" for name in unknown])
         if not 0 < options["max_gen_toks"] < self.limit:
-            rule = f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
+            rule = (
+                f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
+            )
             raise UserError(f"gen_kwargs: max_gen_toks={options['max_gen_toks']} {rule}")
         return options
 
@@ -155,7 +187,11 @@ class LanguageModel(LM):
         prompts = [torch.tensor(ids) for ids, _ in batch]
         lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
         ids = pad_sequence(prompts, batch_first=True).to(self._device)
-        choice = {"temperature": options["temperature"], "top_k": options.get("top_k"), "seed": seed}
+        choice = {
+            "temperature": options["temperature"],
+            "top_k": options.get("top_k"),
+            "seed": seed,
+        }
         most = options["max_gen_toks"]
         columns = []  # the first is behind the shortest prompt
 
@@ -173,8 +209,12 @@ class LanguageModel(LM):
         return [text for text, _ in texts()]
 
     def until(self, ids, stops, most):
-        """(the text of ids up to an id that ends one or a string of stops, whether it or `most` ends it)."""
+        """(the text of ids up to an id that ends one or a string of stops,
+        whether it or `most` ends it).
+        """
         kept = list(itertools.takewhile(lambda i: i not in self.tokenizer.ends, ids))
         text = self.tokenizer.decode(kept)
         places = [text.find(stop) for stop in stops if stop and stop in text]
-        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places) or len(ids) == most
+        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places) or len(
+            ids
+        ) == most

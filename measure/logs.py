@@ -12,15 +12,20 @@ from settings import Config
 from system import files
 from system.errors import UserError
 
-OURS = "start train val hellaswag norms sample saved done stopped skipped spike".split()  # kinds of lines
+# kinds of lines
+OURS = "start train val hellaswag norms sample saved done stopped skipped spike".split()
 SEEDS = ("seed", "shuffle_seed")
 # settings that decide no loss, and name no run
-APART = "out_dir resume overwrite wandb device batch_size eval_interval eval_tokens hellaswag_interval"
+APART = (
+    "out_dir resume overwrite wandb device batch_size eval_interval eval_tokens hellaswag_interval"
+)
 APART += " sample_interval sample_prompt save_interval keep_last async_save log_interval timeout_s"
 
 
 class Run:
-    """A run by its log. figures: {(kind, key): {step: value}}, where the key of an extra is "extras.NAME"."""
+    """A run by its log. figures: {(kind, key): {step:
+    value}}, where the key of an extra is "extras.NAME".
+    """
 
     color = "C0"  # matplotlib's
     dash = "-"
@@ -34,11 +39,15 @@ class Run:
                 for key, value in flat(line).items():
                     self.figures.setdefault((kind, key), {})[step] = value
         if not any(len(self.series(kind, "loss")[0]) for kind in ("train", "val")):
-            raise UserError(f"{folder}: it holds no finite training or validation loss; nothing to draw")
+            raise UserError(
+                f"{folder}: it holds no finite training or validation loss; nothing to draw"
+            )
 
     @cached_property
     def settings(self):
-        """{name: text} of the settings that the last start lists, without APART; {} if it lists none."""
+        """{name: text} of the settings that the last start lists, without APART;
+        {} if it lists none.
+        """
         rows = self.figures.get(("start", "rows"), {0: []})
         text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[:1] == ["settings"])
         try:
@@ -49,9 +58,11 @@ class Run:
         return {name: value for name, value in pairs if name not in APART.split()}
 
     def series(self, kind, key):
-        """(steps, values) of a figure, float arrays without missing values; bpb: losses in bits per byte.
+        """(steps, values) of a figure, float arrays without missing values; bpb: losses in bits per
+        byte.
 
-        The validation before the first step is left out of a log with training: it is far above the rest.
+        The validation before the first step is left out of a log with training: it is far above the
+        rest.
         """
         if key == "bpb" and kind in ("train", "val"):
             steps, loss = self.series(kind, "loss")
@@ -60,7 +71,9 @@ class Run:
         for step, value in sorted(self.figures.get((kind, key), {}).items()):
             for wrong in files.misfits(value, (None, files.number), key):
                 raise UserError(f"{self.folder}: not a log: in {kind} {step} {wrong}")
-            at_start = step == 0 and (kind, key) == ("val", "loss") and ("train", "loss") in self.figures
+            at_start = (
+                step == 0 and (kind, key) == ("val", "loss") and ("train", "loss") in self.figures
+            )
             if value is not None and not at_start:
                 points.append((step, value))
         return np.array(points, dtype=float).reshape(-1, 2).T
@@ -86,7 +99,8 @@ class Run:
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
         if x == "seconds":
             starts = self.figures.get(("start", "step"), [])
-            values[np.isin(at - 1, list(starts))] = np.median(values)  # a start's first step compiles
+            # a start's first step compiles
+            values[np.isin(at - 1, list(starts))] = np.median(values)
             values = np.cumsum(values) / 1e3
         return np.interp(steps, [0, *at], [0, *values])
 
@@ -140,7 +154,9 @@ def folder_names(folders):
 
 
 def differences(given):
-    """Names, "lr=0.001", from what differs in [{setting: text}]; None where it makes no short, own names."""
+    """Names, "lr=0.001", from what differs in [{setting: text}];
+    None where it makes no short, own names.
+    """
     differing = {}
     for setting in {name: None for each in given for name in each}:
         default = str(getattr(Config, setting, None))
@@ -153,18 +169,23 @@ def differences(given):
 
 
 def read(folder):
-    """{kind: {step: line}} of a log; of a step's lines the last counts, and a torn last line is ignored."""
+    """{kind: {step: line}} of a log; of a step's lines the last counts,
+    and a torn last line is ignored.
+    """
     path = Path(folder)
     try:
         if path.is_dir():
             path /= "log.jsonl"
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', 'not text')}; expected a run's log") from None
+        raise UserError(
+            f"{path}: {getattr(error, 'strerror', 'not text')}; expected a run's log"
+        ) from None
     found = {}
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line, parse_constant=lambda name: None)  # NaN, Infinity: a diverged run
+            # NaN, Infinity: a diverged run
+            entry = json.loads(line, parse_constant=lambda name: None)
             for wrong in files.misfits(entry, {"kind": files.text, "step": files.count}):
                 raise ValueError(wrong)
         except (ValueError, RecursionError) as error:

@@ -1,4 +1,6 @@
-"""The arithmetic of scale/memory.py as a table; imports torch only for the shape of a checkpoint."""
+"""The arithmetic of scale/memory.py as a table;
+imports torch only for the shape of a checkpoint.
+"""
 
 import dataclasses
 
@@ -9,7 +11,9 @@ from system.errors import UserError, refuse
 
 
 def measure(cfg):
-    """Prints GiB a rank for a bench.MemoryConfig, part by part, and totals for other parallel and remat."""
+    """Prints GiB a rank for a bench.MemoryConfig, part by part,
+    and totals for other parallel and remat.
+    """
     precision = {"auto": "bf16", "auto8": "fp8"}.get(cfg.precision, cfg.precision)
     cfg = dataclasses.replace(cfg, precision=precision)
     refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.not_estimated(cfg))
@@ -17,7 +21,8 @@ def measure(cfg):
     if cfg.init_from and not cfg.init_from.startswith("hf:"):
         from run.build import open_initial_weights
 
-        open_initial_weights(cfg)  # a checkpoint must have the shape that the settings give, as in train.py
+        # a checkpoint must have the shape that the settings give, as in train.py
+        open_initial_weights(cfg)
     if cfg.batch_size == "auto":
         rows, why = memory.choose_batch(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
         print(f"batch_size {rows} ({why})")
@@ -28,10 +33,16 @@ def measure(cfg):
         cfg = dataclasses.replace(cfg, remat_every=every)
     count = memory.parameter_counts(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
-    print(f"{cfg.world} GPUs, parallel={cfg.parallel}" if cfg.world > 1 else "1 GPU; for more --world=N")
+    print(
+        f"{cfg.world} GPUs, parallel={cfg.parallel}"
+        if cfg.world > 1
+        else "1 GPU; for more --world=N"
+    )
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):
-        print(f"\nhost memory of a rank; of a host, {memory.ranks_of_host(cfg.world)} times as much")
+        print(
+            f"\nhost memory of a rank; of a host, {memory.ranks_of_host(cfg.world)} times as much"
+        )
         table(parts)
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
@@ -48,7 +59,9 @@ def table(parts):
 
 
 def row(cfg, kind, remat):
-    """Prints what a rank takes so, and which batch and length fit; nothing if the values conflict."""
+    """Prints what a rank takes so, and which batch and length fit;
+    nothing if the values conflict.
+    """
     cfg = dataclasses.replace(cfg, parallel=kind, remat=remat)
     if kind != "hsdp":
         cfg.shard_size = None

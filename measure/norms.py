@@ -34,7 +34,9 @@ def draw(runs):
             upper.plot(*run.series("train", key), color=ink, linewidth=0.8)
             upper.set_title(key)
         for lower, quantity in zip(axes[1], QUANTITIES):
-            values = over_median([run.figures["norms", f"{quantity}.{name}"] for name in rows], steps)
+            values = over_median(
+                [run.figures["norms", f"{quantity}.{name}"] for name in rows], steps
+            )
             colors = draw_matrix(lower, steps, values)
             lower.set_title(f"{quantity}: RMS / median of the run")
             label_kinds(lower, names, labelled=quantity == QUANTITIES[0])
@@ -57,7 +59,9 @@ def by_kind(names):
 
 
 def over_median(figures, steps):
-    """(figures, steps) of values over their median of the run; masked where one is zero or not finite."""
+    """(figures, steps) of values over their median of the run;
+    masked where one is zero or not finite.
+    """
     values = np.array([[values.get(step) for step in steps] for values in figures], dtype=float)
     values = np.ma.masked_equal(np.nan_to_num(values), 0)
     return values / np.ma.median(values, axis=1, keepdims=True)
@@ -69,7 +73,9 @@ def draw_matrix(axes, steps, values):
     rows = len(values)
     axes.set(xlabel="step", ylim=(rows - 0.5, -0.5))
     axes.grid(False)
-    return axes.pcolormesh(steps, range(rows), values, norm=limits, cmap="RdBu_r", shading="nearest")
+    return axes.pcolormesh(
+        steps, range(rows), values, norm=limits, cmap="RdBu_r", shading="nearest"
+    )
 
 
 def label_kinds(axes, names, labelled):

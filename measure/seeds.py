@@ -1,4 +1,6 @@
-"""The table of `plot.py A* --against B*`: means over seeds, and whether two groups of runs differ."""
+"""The table of `plot.py A* --against B*`:
+means over seeds, and whether two groups of runs differ.
+"""
 
 import math
 import os
@@ -27,7 +29,9 @@ class Group:
 
 
 def compare(runs, others):
-    """Prints means over seeds, and how `runs` differ from `others`; returns all groups, lists of runs."""
+    """Prints means over seeds, and how `runs` differ from `others`;
+    returns all groups, lists of runs.
+    """
     check(runs + others)
     side = grouped(runs)
     groups = side + grouped(others)
@@ -41,7 +45,9 @@ def compare(runs, others):
 
 
 def check(runs):
-    """Refuses runs that are given twice, and those without a validation; warns of those without an end."""
+    """Refuses runs that are given twice, and those without a validation;
+    warns of those without an end.
+    """
     folders = [Path(run.folder).resolve() for run in runs]
     wrong = [f"{folder} is given twice" for folder in set(folders) if folders.count(folder) > 1]
     for run in runs:
@@ -96,7 +102,9 @@ def final(run, figure):
 def table(groups, others):
     """Its lines: each Group, then the difference of each of `groups` from each of `others`."""
     width = max(len(group.name) for group in groups + others)
-    found = [f"{'runs':<{width}}  seeds  {'loss':<17}{'bits a byte':<17}{'seconds':>9}{'tokens':>15}"]
+    found = [
+        f"{'runs':<{width}}  seeds  {'loss':<17}{'bits a byte':<17}{'seconds':>9}{'tokens':>15}"
+    ]
     for group in groups + others:
         loss, bits, seconds, tokens = group.figures.values()
         means = f"{in_words(loss, '.4f', True):<17}{in_words(bits, '.4f', True):<17}"
@@ -104,7 +112,11 @@ def table(groups, others):
         found.append(f"{group.name:<{width}}  {len(group.seeds):>5}  {means}{costs}")
     for group in groups:
         for other in others:
-            found += ["", f"{group.name} less {other.name}, with 95% intervals", *compared(group, other)]
+            found += [
+                "",
+                f"{group.name} less {other.name}, with 95% intervals",
+                *compared(group, other),
+            ]
     return found
 
 
@@ -119,7 +131,9 @@ def in_words(values, form, spread=False):
 
 
 def compared(group, other):
-    """A line for each loss that both have: Welch's interval, and that of pairs of runs with the same seed."""
+    """A line for each loss that both have:
+    Welch's interval, and that of pairs of runs with the same seed.
+    """
     found = []
     for key, figure in FIGURES.items():
         a = group.figures[key]
@@ -157,9 +171,11 @@ def answer(difference, error, freedom):
 
 
 def t_quantile(freedom):
-    """The t above |t| in 95% of Student's distribution with `freedom` degrees, 1 or more, perhaps not whole.
+    """The t above |t| in 95% of Student's distribution with `freedom` degrees, 1 or more, perhaps
+    not whole.
 
-    With t = sqrt(freedom) tan(angle) the angle has the density cos(angle)^(freedom - 1), here summed up.
+    With t = sqrt(freedom) tan(angle) the angle has the density cos(angle)^(freedom - 1), here
+    summed up.
     """
     density = np.cos((ANGLES[1:] + ANGLES[:-1]) / 2) ** (freedom - 1)
     share = np.append(0, density.cumsum()) / density.sum()

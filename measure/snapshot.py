@@ -1,4 +1,6 @@
-"""What a GPU's memory held in the last step, drawn from files of `bench.py step --snapshot=FILE`."""
+"""What a GPU's memory held in the last step,
+drawn from files of `bench.py step --snapshot=FILE`.
+"""
 
 import pickle
 
@@ -19,14 +21,18 @@ def measure(cfg):
         raise UserError("give a file that bench.py step --snapshot=FILE wrote, or several")
     names = cfg.names.split(",") if cfg.names else cfg.words
     if len(names) != len(cfg.words):
-        raise UserError(f"names={cfg.names} has {len(names)} names, but there are {len(cfg.words)} files")
+        raise UserError(
+            f"names={cfg.names} has {len(names)} names, but there are {len(cfg.words)} files"
+        )
     curves = [last_step(read(path)) for path in cfg.words]
     with theme(cfg.dark):
         write(draw(curves, names), cfg.out)
 
 
 def read(path):
-    """The snapshot in a file. It is a pickle, which may run code when it is read: open your own alone."""
+    """The snapshot in a file. It is a pickle, which may run code when it is read:
+    open your own alone.
+    """
     with told(f"{path}: not a file of bench.py step --snapshot"), open(path, "rb") as file:
         found = pickle.load(file)
         if "device_traces" not in found:
@@ -35,16 +41,21 @@ def read(path):
 
 
 def last_step(snapshot):
-    """[bytes that tensors held after each allocation and each free] of the last step, if it is marked."""
+    """[bytes that tensors held after each allocation and each free] of the last step,
+    if it is marked.
+    """
     held = 0
     found = []
     for event in max(snapshot["device_traces"], key=len):
-        if event["action"] in CHANGES:  # others: a segment, or the block of a free that was requested before
+        # others: a segment, or the block of a free that was requested before
+        if event["action"] in CHANGES:
             held += CHANGES[event["action"]] * event["size"]
             if event["time_us"] >= snapshot.get("last_step", 0):
                 found.append(held)
     if not found:
-        raise UserError("the snapshot has no allocation in the last step; was bench.py step ended before?")
+        raise UserError(
+            "the snapshot has no allocation in the last step; was bench.py step ended before?"
+        )
     return found
 
 

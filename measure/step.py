@@ -1,4 +1,6 @@
-"""A training step timed as train.py runs it, on random tokens, and its GPU time by kind of kernel."""
+"""A training step timed as train.py runs it, on random tokens,
+and its GPU time by kind of kernel.
+"""
 
 import contextlib
 import itertools
@@ -23,13 +25,15 @@ from run.signals import Watch, errors_explained
 from scale import parallel
 from system.errors import UserError, is_rank_0, refuse
 
-SEPARATOR = 718  # ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
+# ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
+SEPARATOR = 718
 PROFILED = 2  # steps that are profiled
 NCCL = "communication, exposed"
 KINDS = {  # a kernel is of the first kind whose pattern its name contains
     NCCL: "nccl",
     "attention": "sdpa|flash|fmha|cudnn::fusion|pytorch_flash",
-    "GEMMs": "nvjet|gemm|cutlass|xmma|splitk|hopper_",  # on Hopper the loss is in the epilogue of the head's
+    # on Hopper the loss is in the epilogue of the head's
+    "GEMMs": "nvjet|gemm|cutlass|xmma|splitk|hopper_",
     "loss": "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss",
     "optimizer": "multi_tensor_apply|fusedadam|lpnorm",
     "elementwise": "",
@@ -37,7 +41,9 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 
 def measure(cfg):
-    """Times cfg.steps training steps and prints the result; cfg: a bench.StepConfig that was checked."""
+    """Times cfg.steps training steps and prints the result;
+    cfg: a bench.StepConfig that was checked.
+    """
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
@@ -46,10 +52,14 @@ def measure(cfg):
         on_gpu = world.device.type == "cuda"
         if cfg.snapshot and not on_gpu:
             where = f"which has none on {world.device.type}"
-            raise UserError(f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace")
+            raise UserError(
+                f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace"
+            )
         if cfg.gpu_gib and on_gpu:
             most = torch.cuda.mem_get_info(world.device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_gib * 2**30 / most), world.device)
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, cfg.gpu_gib * 2**30 / most), world.device
+            )
         if cfg.snapshot and world.main:
             with history(cfg.snapshot) as marks:
                 take_steps(cfg, world, began, marks)
@@ -59,14 +69,16 @@ def measure(cfg):
 
 @contextlib.contextmanager
 def history(path):
-    """Records what this process does with the GPU's memory; writes it at the end, after an error too.
+    """Records what this process does with the GPU's memory; writes it at the end, after an error
+    too.
 
     Yields a dict, whose entries the file has beside those of torch.cuda.memory._snapshot().
     """
     marks = {}
     torch.cuda.memory._record_memory_history(stacks="python")
     try:
-        # a checkpoint that ends its recomputation early does so by an exception, which the recording loses
+        # a checkpoint that ends its recomputation early does so by an exception, which the
+        # recording loses
         with set_checkpoint_early_stop(False):
             yield marks
     finally:
@@ -82,7 +94,9 @@ def say(*words):
 
 
 def take_steps(cfg, world, began, marks):
-    """The work of `measure`. began: when the process joined the others; marks: the snapshot's own entries."""
+    """The work of `measure`. began: when the process joined the others;
+    marks: the snapshot's own entries.
+    """
     on_gpu = world.device.type == "cuda"
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
@@ -120,14 +134,18 @@ def take_steps(cfg, world, began, marks):
 
 
 def build(cfg, world):
-    """(cfg with every "auto" resolved, rows of the start-up summary, Training) as train.py builds them."""
+    """(cfg with every "auto" resolved, rows of the start-up summary,
+    Training) as train.py builds them.
+    """
     own, rows = choose(cfg, world.device)
     eot = min(SEPARATOR, own.vocab_size - 1) if own.document_mask else None
     return own, rows, train.Training(own, world, eot=eot)
 
 
 def step(job, next_batch, cfg):
-    """A step at the schedule's first rate: at the full rate a wide model diverges on random tokens."""
+    """A step at the schedule's first rate:
+    at the full rate a wide model diverges on random tokens.
+    """
     optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, 0.0, cfg))
     totals = job.accumulate(next_batch)
     norm = job.clip(totals)
@@ -135,13 +153,17 @@ def step(job, next_batch, cfg):
 
 
 def synthetic(cfg, world, count=8):
-    """Endless batches of random tokens with the frequencies of text: token n has odds 1/n (Zipf)."""
+    """Endless batches of random tokens with the frequencies of text:
+    token n has odds 1/n (Zipf).
+    """
     generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     shape = (count, cfg.batch_size, cfg.block_size + 1)
     tokens = torch.multinomial(odds, math.prod(shape), replacement=True, generator=generator)
     batches = tokens.view(shape).to(world.device)
-    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]).__next__
+    return itertools.cycle(
+        [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
+    ).__next__
 
 
 def step_times(job, next_batch, cfg):
@@ -168,7 +190,9 @@ def speed(times, cfg, world, analysis):
 
 
 def breakdown(job, next_batch, cfg, world):
-    """Prints the GPU time of a step by kind of kernel beside the floor, and the kernels that take most."""
+    """Prints the GPU time of a step by kind of kernel beside the floor,
+    and the kernels that take most.
+    """
     events = profiled(job, next_batch, cfg, world)
     floor = floor_times(cfg, world.device, job.accumulation)
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
@@ -185,14 +209,20 @@ def breakdown(job, next_batch, cfg, world):
 
 
 def floor_times(cfg, device, micro_steps):
-    """{"GEMMs", "attention", "all": ms of a step in bf16, forward and backward, each kernel timed alone}."""
+    """{"GEMMs", "attention", "all": ms of a step in bf16, forward and backward,
+    each kernel timed alone}.
+    """
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads)
+    q, k, v = (
+        torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads
+    )
     forward = partial(kernels.attention, q, k, v, cfg.attention)
     y = forward()
     backward = partial(torch.autograd.grad, y, (q, k, v), torch.randn_like(y), retain_graph=True)
-    gemms = [work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)]
+    gemms = [
+        work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)
+    ]
     head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
     times = {
         "GEMMs": micro_steps * (cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))),
@@ -202,14 +232,22 @@ def floor_times(cfg, device, micro_steps):
 
 
 def three_matmuls(N, K, M, device):
-    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T @ x, for x: (N, K) and W: (M, K)."""
-    x, w, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M)))
+    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T
+    @ x, for x: (N, K) and W: (M, K).
+    """
+    x, w, dy = (
+        torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M))
+    )
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-    return [partial(torch.mm, a, b, out=c) for a, b, c in ((x, w.t(), y), (dy, w, dx), (dy.t(), x, dw))]
+    return [
+        partial(torch.mm, a, b, out=c) for a, b, c in ((x, w.t(), y), (dy, w, dx), (dy.t(), x, dw))
+    ]
 
 
 def clock(work):
-    """Median ms of work() on the GPU; its launches are hidden behind the L2 cache's clearing before it."""
+    """Median ms of work() on the GPU; its launches are hidden behind
+    the L2 cache's clearing before it.
+    """
     from triton.testing import do_bench
 
     return do_bench(work, return_mode="median")
@@ -232,11 +270,14 @@ def times_by_kind(events, steps):
 
 
 def profiled(job, next_batch, cfg, world):
-    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators; rank 0 writes their trace."""
+    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators;
+    rank 0 writes their trace.
+    """
     kind = "CUDA" if world.device.type == "cuda" else "CPU"
     activities = [getattr(ProfilerActivity, kind)]
     parallel.synchronize(world.device)
-    with profile(activities=activities, acc_events=True) as prof:  # without acc_events, torch 2.11 warns
+    # without acc_events, torch 2.11 warns
+    with profile(activities=activities, acc_events=True) as prof:
         for _ in range(PROFILED):
             step(job, next_batch, cfg)
         parallel.synchronize(world.device)

@@ -1,11 +1,11 @@
 """The speed of two checkouts on one GPU: a process holds the run of each, and both step in turn.
 
     git worktree add ../before 8ed107b
-    python results/pairs.py --before=../before --after=. --pairs=10 -- config/gpt2_124m.py --precision=fp8
+    python results/pairs.py --before=../before --after=. -- config/gpt2_124m.py --precision=fp8
 
-The words after `--` are those of `bench.py step`. Each process compiles once and times bursts of --steps
-steps, by their median; which of the two begins changes from pair to pair. Both models share the GPU's memory:
-on 80 GiB, GPT-2 124M needs --batch_size=32.
+The words after `--` are those of `bench.py step`. Each process compiles once and times bursts of
+--steps steps, by their median; which of the two begins changes from pair to pair. Both models share
+the GPU's memory: on 80 GiB, GPT-2 124M needs --batch_size=32.
 """
 
 import argparse
@@ -19,7 +19,9 @@ MARK = "pairs: "  # begins the lines of a child's output that are meant for this
 
 
 def child(words):
-    """Holds the run of the checkout in the current folder; a line of stdin is a number of steps to time."""
+    """Holds the run of the checkout in the current folder;
+    a line of stdin is a number of steps to time.
+    """
     sys.path[0] = os.getcwd()
     from bench import StepConfig
     from configurator import configure
@@ -59,7 +61,9 @@ def main():
             parser.error(f"{folder} is no checkout: it has no bench.py")
     command = [sys.executable, os.path.abspath(__file__), "--child", *args.words]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    sides = {n: subprocess.Popen(command, cwd=getattr(args, n), **pipes) for n in ("before", "after")}
+    sides = {
+        n: subprocess.Popen(command, cwd=getattr(args, n), **pipes) for n in ("before", "after")
+    }
     tokens = [answer(process) for process in sides.values()][0]  # both compile at the same time
     times = {name: [] for name in sides}
     print(f"{'pair':>4}{'before, ms':>14}{'after, ms':>14}{'after / before':>18}")

@@ -1,15 +1,18 @@
-"""Runs a list of trainings and measurements, one on each GPU at a time, and keeps a small log of each.
+"""Runs a list of trainings and measurements, one on each GPU at a time, and keeps a small log of
+each.
 
     python results/run_list.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
 
 A line of a list is a run: its name, then the words of `train.py`, or another program and its words
-(`bench.py step config/gpt2_124m.py`). Words after a `*` are put before those of all later lines. Two words
-may stand before them: `ranks=N` starts torchrun on N GPUs, `code=FOLDER` another checkout's code.
+(`bench.py step config/gpt2_124m.py`). Words after a `*` are put before those of all later lines.
+Two words may stand before them: `ranks=N` starts torchrun on N GPUs, `code=FOLDER` another
+checkout's code.
 
-A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py draws: the settings, all
-validation losses, scores and samples, one training step in many, the median time of a step and the seconds of
-all. Of another program keep/NAME.log holds what it printed. A run whose log is there is passed over: the same
-command goes on with a list that was stopped. It ends with a table of the trainings.
+A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py draws: the settings,
+all validation losses, scores and samples, one training step in many, the median time of a step and
+the seconds of all. Of another program keep/NAME.log holds what it printed. A run whose log is there
+is passed over: the same command goes on with a list that was stopped. It ends with a table of the
+trainings.
 """
 
 import json
@@ -107,9 +110,14 @@ def start(cfg, run):
         words += [f"--data_dir={Path(cfg.data_dir).resolve()}", f"--out_dir={out}"]
         words += ["--overwrite", "--save_interval=0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(run["gpus"])}
-    print(f"{run['name']:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run['words'])}", flush=True)
+    print(
+        f"{run['name']:<28} GPU {env['CUDA_VISIBLE_DEVICES']:<5} {shlex.join(run['words'])}",
+        flush=True,
+    )
     with open(f"{out}.console", "w") as file:
-        return subprocess.Popen(words, cwd=run["code"], env=env, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            words, cwd=run["code"], env=env, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 def ended(cfg, run):
@@ -118,7 +126,8 @@ def ended(cfg, run):
     console = Path(f"{out}.console").read_text()
     if run["process"].returncode:
         return print(
-            f"{run['name']:<28} ended with {run['process'].returncode}; see {out}.console", flush=True
+            f"{run['name']:<28} ended with {run['process'].returncode}; see {out}.console",
+            flush=True,
         )
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=run["code"], capture_output=True, text=True
@@ -131,14 +140,18 @@ def ended(cfg, run):
         text = "".join(json.dumps(line) + "\n" for line in lines)
     else:
         launcher = f"torchrun --nproc_per_node={run['ranks']}" if run["ranks"] else "python"
-        text = f"$ {launcher} {shlex.join(run['words'])}      # at {commit.stdout.strip()}\n{console}"
+        text = (
+            f"$ {launcher} {shlex.join(run['words'])}      # at {commit.stdout.strip()}\n{console}"
+        )
     kept(cfg, run).write_text(text)
     steps = [line for line in console.splitlines() if line.startswith("step ")]
     print(f"{run['name']:<28} {(steps or console.splitlines())[-1]}", flush=True)
 
 
 def row(name, path):
-    """A training's last validation loss and the seconds of its steps, from its small log, in words."""
+    """A training's last validation loss and the seconds of its
+    steps, from its small log, in words.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "val"]
     seconds = lines[0].get("seconds")  # None in older logs
@@ -148,7 +161,8 @@ def row(name, path):
 
 def small(log, count):
     """The lines that are kept of a run's log: without times, but for the median time of a step."""
-    times = [line["dt_ms"] for line in log["train"].values()][5:]  # the first steps compile and warm up
+    # the first steps compile and warm up
+    times = [line["dt_ms"] for line in log["train"].values()][5:]
     start = max(log["start"].items())[1]
     rows = [row for row in start["rows"] if row[0] in ("device", "parameters", "step", "settings")]
     start["rows"], start["step_ms"] = rows, None
@@ -161,7 +175,10 @@ def small(log, count):
         if step <= 10 or step % every == 0 or step == last:
             found.append({key: line[key] for key in KEPT})
     lines = [start, *sorted(found, key=lambda line: line["step"])]
-    return [{k: float(f"{x:.7g}") if isinstance(x, float) else x for k, x in line.items()} for line in lines]
+    return [
+        {k: float(f"{x:.7g}") if isinstance(x, float) else x for k, x in line.items()}
+        for line in lines
+    ]
 
 
 if __name__ == "__main__":

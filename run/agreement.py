@@ -1,4 +1,7 @@
-"""What must be the same on all ranks: settings, code and data. Several nodes may have a copy each."""
+"""What must be the same on all ranks: settings, code and data.
+
+Several nodes may have a copy each.
+"""
 
 import dataclasses
 import hashlib
@@ -12,13 +15,15 @@ from run import source
 from scale import parallel
 from system.errors import UserError, warn
 
-# settings that may differ by node: of a path only whether there is one is compared, of data_dir the data
+# settings that may differ by node: of a path only whether there is one is compared, of data_dir the
+# data
 PLACES = ("out_dir", "init_from", "data_dir", "tokenizer", "hellaswag_file")
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "tokenizers", "triton")
 
 
 def settings(cfg):
-    """Raises UserError unless all ranks have rank 0's settings and sources; warns of other packages.
+    """Raises UserError unless all ranks have rank 0's settings and sources; warns of other
+    packages.
 
     cfg: from run.build.choose, before anything whose collectives depend on a setting.
     """
@@ -46,7 +51,9 @@ def data(cfg, loader, val_loaders):
 
 
 def weights(folder):
-    """Raises UserError unless all ranks have the same Hugging Face weights, by blocks of each file."""
+    """Raises UserError unless all ranks have the same Hugging Face weights,
+    by blocks of each file.
+    """
     found = []
     for path in sorted(Path(folder).glob("*.safetensors")):
         found.append(f"{path.name} of {sampled_digest(path)[:12]}")
@@ -77,13 +84,18 @@ def refuse(facts):
 
 
 def difference(facts):
-    """In words, the first rank whose {name: fact in words} is not rank 0's, and how; None without one."""
+    """In words, the first rank whose {name: fact in words} is not rank 0's, and how;
+    None without one.
+    """
     of_ranks = parallel.gather_objects(facts)
     first = of_ranks[0]
     for rank, found in enumerate(of_ranks):
         other = [name for name in first | found if found.get(name) != first.get(name)]
         if other:
-            pairs = [f"{found.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}" for k in other[:3]]
+            pairs = [
+                f"{found.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}"
+                for k in other[:3]
+            ]
             more = f" ({len(other)} differences)" if len(other) > 3 else ""
             return f"rank {rank} has {'; it has '.join(pairs)}{more}"
     return None

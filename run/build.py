@@ -1,4 +1,6 @@
-"""Builds a run: settings resolved for the device, loaders, the model in its fixed order, the summary."""
+"""Builds a run: settings resolved for the device, loaders, the model in its fixed order,
+the summary.
+"""
 
 import dataclasses
 import shlex
@@ -26,7 +28,9 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 
 
 def choose(cfg, device):
-    """(cfg with every "auto" resolved for the device, rows of the start-up summary with the reasons)."""
+    """(cfg with every "auto" resolved for the device,
+    rows of the start-up summary with the reasons).
+    """
     in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
     fp16 = not any("precision=fp16" in line for line in in_fp16)
     precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
@@ -36,7 +40,8 @@ def choose(cfg, device):
         attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
     cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
-    free = parallel.gather_objects(free_memory(cfg, device))  # also of ranks that were started without auto
+    # also of ranks that were started without auto
+    free = parallel.gather_objects(free_memory(cfg, device))
     ranks = len(free)
     least = None if None in free else min(free)
     if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
@@ -63,7 +68,9 @@ def free_memory(cfg, device):
 
 
 def try_out(cfg, world, step):
-    """The settings of a dry run from a step on, two steps of which nothing is saved; compares the shards."""
+    """The settings of a dry run from a step on, two steps of which nothing is saved;
+    compares the shards.
+    """
     if world.main:
         verify(cfg.data_dir)
     steps = 2
@@ -76,15 +83,21 @@ def try_out(cfg, world, step):
 
 
 def make_loader(cfg, world):
-    """The training data: an object with next, state_dict, load_state_dict and close (docs/experiment.md)."""
+    """The training data: an object with next, state_dict,
+    load_state_dict and close (docs/experiment.md).
+    """
     refuse_other_tokenizer(cfg)
-    order = dict(shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens)
+    order = dict(
+        shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens
+    )
     order["allow_data_change"] = cfg.allow_data_change
     return TokenLoader(cfg.data_dir, "train", **order, **for_rank(cfg, world))
 
 
 def validation_loaders(cfg, world):
-    """[(share of the loss and of the tokens, loader)] of the validation splits of the data folders."""
+    """[(share of the loss and of the tokens,
+    loader)] of the validation splits of the data folders.
+    """
     folders = mixture.folders(str(cfg.data_dir))
     whole = sum(share for _, share in folders)
     loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
@@ -92,14 +105,18 @@ def validation_loaders(cfg, world):
 
 
 def for_rank(cfg, world):
-    """Arguments of a TokenLoader: ranks read different rows, those that share a sequence the same."""
+    """Arguments of a TokenLoader: ranks read different rows,
+    those that share a sequence the same.
+    """
     rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
     shape = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
     return shape | dict(device=world.device, rank=rank, world=ranks)
 
 
 def refuse_other_tokenizer(cfg):
-    """Raises DataError if the data has not the tokenizer of the Hugging Face weights in init_from."""
+    """Raises DataError if the data has not the tokenizer of the
+    Hugging Face weights in init_from.
+    """
     hugging_face = (cfg.init_from or "").startswith("hf:")
     for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
         manifest = read_manifest(folder)
@@ -107,7 +124,10 @@ def refuse_other_tokenizer(cfg):
         if name == cfg.tokenizer or sizes is None:
             continue
         if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):
-            why = f"was tokenized with {name}, the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
+            why = (
+                f"was tokenized with {name}, the weights of init_from={cfg.init_from} use "
+                f"{cfg.tokenizer}"
+            )
             make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
             raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
@@ -115,7 +135,8 @@ def refuse_other_tokenizer(cfg):
 def build_model(cfg, world, weights=None, eot=None):
     """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
 
-    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's separator.
+    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's
+    separator.
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
@@ -148,7 +169,9 @@ def build_model(cfg, world, weights=None, eot=None):
 def refuse_edits(cfg, analysis):
     """Raises UserError for an edit of model.py that a setting would make wrong."""
     if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        why = "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        why = (
+            "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
+        )
         raise UserError(f"document_mask and context_parallel {why}")
     if cfg.remat == "none":
         return
@@ -157,19 +180,28 @@ def refuse_edits(cfg, analysis):
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
     if analysis.updates:
-        again = f"under remat={cfg.remat} a block runs twice, and so would change {analysis.updates[0]} twice"
+        again = (
+            f"under remat={cfg.remat} a block runs twice, and so would change "
+            f"{analysis.updates[0]} twice"
+        )
         raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
 
 
 def prepare(model, cfg, world, eot, analysis):
-    """Applies, to a model on meta, in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    from scale import activation_checkpointing, documents, fsdp  # files that `import train` need not load
+    """Applies, to a model on meta, in this order:
+    fp8, documents, remat, context parallel, compile, FSDP2.
+    """
+    # files that `import train` need not load
+    from scale import activation_checkpointing, documents, fsdp
 
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if cfg.offload_states and not sharded:
-        raise UserError("offload_states=True needs a process group; start it with torchrun, 1 rank or more")
+        raise UserError(
+            "offload_states=True needs a process group; start it with torchrun, 1 rank or more"
+        )
     for parameter in model.parameters() if cfg.weights == "bf16" else ():
-        parameter.data = parameter.data.bfloat16()  # all of them: FSDP2 requires one dtype in a unit
+        # all of them: FSDP2 requires one dtype in a unit
+        parameter.data = parameter.data.bfloat16()
     if cfg.precision == "fp8":
         for layer in model.modules():
             text = {models.Linear: "Linear", models.Head: "cross_entropy"}.get(type(layer))
@@ -188,17 +220,23 @@ def prepare(model, cfg, world, eot, analysis):
 
 
 def compile_model(model, sharded=False):
-    """Compiles a model in place, so that state-dict keys keep their names; all blocks share one graph.
+    """Compiles a model in place, so that state-dict keys keep their names; all blocks share one
+    graph.
 
-    optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all (torch 2.11).
-    Its cache is told of edited code by a digest of it: no graph holds the backward of a custom operator.
+    optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all
+    (torch 2.11). Its cache is told of edited code by a digest of it: no graph holds the backward of
+    a custom operator.
     """
-    torch._dynamo.config.recompile_limit = 64  # training, validation and HellaSwag have their own shapes
+    # training, validation and HellaSwag have their own shapes
+    torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
-    torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(names, torch.__version__)
-    if not sharded:  # FSDP2 gathers the embedding in a hook, which a compiled function would not call
+    torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(
+        names, torch.__version__
+    )
+    # FSDP2 gathers the embedding in a hook, which a compiled function would not call
+    if not sharded:
         model.embed = torch.compile(model.embed)
     for part in (*model.blocks, model.head):
         part.compile()
@@ -206,7 +244,9 @@ def compile_model(model, sharded=False):
 
 
 def choose_graph(cfg, world, micro_step, model):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary), see scale/cuda_graph.py."""
+    """(the micro-step as a CUDA graph, or None, rows of the start-up summary),
+    see scale/cuda_graph.py.
+    """
     if not cfg.cuda_graph:
         return None, []
     from scale import cuda_graph  # a file that `import train` need not load
@@ -227,7 +267,9 @@ def wrap(model, cfg, world, analysis, optimizer):
 
 
 def open_initial_weights(cfg):
-    """{name: tensor or SavedTensor} of the weights in cfg.init_from; refuses those of another model."""
+    """{name: tensor or SavedTensor} of the weights in cfg.init_from;
+    refuses those of another model.
+    """
     name = cfg.init_from
     if name.startswith("hf:"):
         name = name.removeprefix("hf:")
@@ -247,7 +289,9 @@ def open_initial_weights(cfg):
 
 
 def describe(cfg, training, start):
-    """Rows of the start-up summary: the model, its memory, the data, the batch, and where it resumes."""
+    """Rows of the start-up summary: the model, its memory, the data, the batch,
+    and where it resumes.
+    """
     analysis, world, state = training.analysis, training.world, training.state
     total, matmul = parameter_counts(state.model)
     if cfg.max_seconds is None:
@@ -255,14 +299,22 @@ def describe(cfg, training, start):
         length = f"steps {state.step} to {steps}: {tokens:,} tokens"
     else:
         steps = tokens = None
-        length = f"from step {state.step} on, {state.seconds:.1f} to {cfg.max_seconds:g} s of steps, whose"
-        length += " number, and with it the weights, differs from run to run; max_steps does not count"
+        length = (
+            f"from step {state.step} on, {state.seconds:.1f} to {cfg.max_seconds:g} s "
+            "of steps, whose"
+        )
+        length += (
+            " number, and with it the weights, differs from run to run; max_steps does not count"
+        )
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *analysis.rows(),
         *training.rows,
         ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, optim.unknown(state.optimizer))),
+        (
+            "memory",
+            memory.describe(cfg, world.size, analysis.parameters, optim.unknown(state.optimizer)),
+        ),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
@@ -278,7 +330,9 @@ def describe(cfg, training, start):
         rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
     rows.append(("run", length))
     if steps and cfg.warmup_steps >= steps and not cfg.dry_run:
-        rows.append(("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"))
+        rows.append(
+            ("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises")
+        )
     ids = getattr(state.loader, "ids", None) or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
@@ -287,7 +341,8 @@ def describe(cfg, training, start):
 
 
 def describe_optimizer(optimizer, lr):
-    """The optimizer and which peak rate and decay so many tensors have, in words, from its param_groups.
+    """The optimizer and which peak rate and decay so many tensors have, in words, from its
+    param_groups.
 
     lr: the peak rate, of which a group's own is its `factor`.
     """
@@ -304,5 +359,7 @@ def describe_optimizer(optimizer, lr):
         tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
         roles = ", ".join(group.get("kind", "all") for group in groups)
         weight_decay = f"decay {decay:g}" if decay else "no decay"
-        words.append(f"{tensors}, {sum(sizes):,} parameters ({roles}): rate {rate:g}, {weight_decay}")
+        words.append(
+            f"{tensors}, {sum(sizes):,} parameters ({roles}): rate {rate:g}, {weight_decay}"
+        )
     return "; ".join(words) + "; vocabulary padding counted"

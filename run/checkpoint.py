@@ -1,7 +1,7 @@
 """What a checkpoint holds of a run, saved and loaded; without pickles, so loading runs no code.
 
-docs/checkpoints.md lists the files of a folder. run/checkpoint_folders.py chooses, verifies and prunes
-folders; run/reshard.py reads tensors by rows.
+docs/checkpoints.md lists the files of a folder. run/checkpoint_folders.py chooses, verifies and
+prunes folders; run/reshard.py reads tensors by rows.
 """
 
 import contextlib
@@ -46,9 +46,14 @@ def save(out_dir, step, tensors, state, keep_last=2):
 
 
 class Saver:
-    """Saves a run, with async_save from a copy in the CPU's memory. All ranks make the same calls."""
+    """Saves a run, with async_save from a copy in the CPU's memory.
 
-    def __init__(self, world, out_dir, keep_last, async_save=False, last=None, saved=lambda *_: None):
+    All ranks make the same calls.
+    """
+
+    def __init__(
+        self, world, out_dir, keep_last, async_save=False, last=None, saved=lambda *_: None
+    ):
         """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
         self.world = world
         self.out_dir = Path(out_dir)
@@ -72,11 +77,14 @@ class Saver:
             self.wait()
 
     def due(self, step, every, at_end):
-        """Whether to save after `step` steps: every so many, and at the end; never if every is 0."""
+        """Whether to save after `step` steps: every so many, and at the end;
+        never if every is 0.
+        """
         return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
 
     def save(self, state, **facts):
-        """Starts the save of a train.State when the one before is done; waits unless in the background.
+        """Starts the save of a train.State when the one before is done; waits unless in the
+        background.
 
         facts: what else state.json says of the run, such as its settings.
         """
@@ -97,7 +105,9 @@ class Saver:
             packer = states.Packer(model)
             packed = everywhere(partial(pack, packer))
             values[group], tensors[group], alone = states.shared_and_own(packed, packer, model)
-            tensors["own_of_ranks"] |= {f"{self.world.rank}.{group}.{name}": t for name, t in alone.items()}
+            tensors["own_of_ranks"] |= {
+                f"{self.world.rank}.{group}.{name}": t for name, t in alone.items()
+            }
             checked = packer.checked
             if group == "buffers":  # a mask may hold -inf
                 checked = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in checked]
@@ -121,10 +131,13 @@ class Saver:
 
     def refuse_not_finite(self, step, what, tensors):
         if not parallel.all_finite(tensors, self.world.device):
-            raise NotFinite(f"step {step}: {what} are inf or NaN and were not saved; try a lower --lr")
+            raise NotFinite(
+                f"step {step}: {what} are inf or NaN and were not saved; try a lower --lr"
+            )
 
     def write(self, step, tensors, state):
-        """Saves {"model": {name: tensor or SavedTensor}, ...}, a file for each key, and the `state`.
+        """Saves {"model": {name: tensor or SavedTensor}, ...}, a file for each key, and the
+        `state`.
 
         Tensors of the key own_of_ranks are saved by each rank, all others once.
         """
@@ -134,7 +147,9 @@ class Saver:
         self.aside = hidden(self.final)
         self.need = 0  # bytes
         for group in tensors.values():
-            self.need += sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in group.values())
+            self.need += sum(
+                tensor.shape.numel() * tensor.dtype.itemsize for tensor in group.values()
+            )
 
         def begin():
             if self.world.main:
@@ -150,7 +165,9 @@ class Saver:
 
     @torch.no_grad()
     def own_file(self, group, tensors):
-        """{file name: (tensors, shards)}, for write_files, of a group of which this rank writes; else {}."""
+        """{file name: (tensors, shards)}, for write_files,
+        of a group of which this rank writes; else {}.
+        """
         of_each_rank = group == "own_of_ranks" and self.world.size > 1
         own = {}
         shards = {}
@@ -170,7 +187,9 @@ class Saver:
         return {f"{group}{rank}.safetensors": (own, shards)}
 
     def written(self):
-        """1.0 if this rank has written its files of the save in progress; once all have, `wait` is short."""
+        """1.0 if this rank has written its files of the save in progress;
+        once all have, `wait` is short.
+        """
         return float(self.pending is not None and self.pending.done())
 
     def wait(self):
@@ -184,11 +203,15 @@ class Saver:
         self.saved(self.last, self.final)
 
     def publish(self, of_ranks):
-        """On rank 0: writes the manifest of a complete folder, puts it in place, prunes older ones."""
+        """On rank 0: writes the manifest of a complete folder, puts it in place,
+        prunes older ones.
+        """
         if not self.world.main:
             return
         manifest = {name: digest for written in of_ranks for name, digest in written.items()}
-        manifest |= {p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest}
+        manifest |= {
+            p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest
+        }
         files.write_json(self.aside / "manifest.json", manifest)
         put_in_place(self.final)
         self.whole.add(self.final)
@@ -198,7 +221,9 @@ class Saver:
             warn(f"{self.out_dir}: older checkpoints are still there: {error}")
 
     def or_removed(self, action):
-        """action() on each rank; if it fails on one, what was written is removed, CheckpointError on all."""
+        """action() on each rank; if it fails on one, what was written is removed,
+        CheckpointError on all.
+        """
         try:
             return everywhere(action, Exception)  # any type: the other ranks wait
         except CheckpointError as error:
@@ -208,11 +233,15 @@ class Saver:
                 shutil.rmtree(self.aside, ignore_errors=True)
             room = f"it needs {self.need / 1e9:.2f} GB of {free / 1e9:.2f} free"
             advice = "earlier checkpoints are intact: free some space, --resume=auto"
-            raise CheckpointError(f"{self.final}: cannot be written ({error}; {room}); {advice}") from None
+            raise CheckpointError(
+                f"{self.final}: cannot be written ({error}; {room}); {advice}"
+            ) from None
 
 
 def everywhere(action, kind=UserError):
-    """action() on each rank; where it fails on one, by an error of a kind, all raise CheckpointError."""
+    """action() on each rank; where it fails on one, by an error of a kind,
+    all raise CheckpointError.
+    """
     result = None
     error = None
     try:
@@ -240,7 +269,8 @@ def begin_folder(aside, state):
     tokenizer = tokenizer_file(out_dir, state.get("config", {}).get("tokenizer"))
     if tokenizer:
         copies |= {path: path.name for path in tokenizers.beside(tokenizer.parent)}
-        if tokenizers.is_one(tokenizer, tokenizer.stat().st_mtime_ns):  # a manifest may name any file
+        # a manifest may name any file
+        if tokenizers.is_one(tokenizer, tokenizer.stat().st_mtime_ns):
             copies[tokenizer] = f"tokenizer{tokenizer.suffix}"
     for path, name in copies.items():
         with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
@@ -269,7 +299,9 @@ def write_files(aside, contents):
     """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
     digests = {}
     if not aside.is_dir():
-        raise OSError(f"{aside} is not there: out_dir must be on a file system that all nodes share")
+        raise OSError(
+            f"{aside} is not there: out_dir must be on a file system that all nodes share"
+        )
     for name, (tensors, shards) in contents.items():
         path = aside / name
         header = {"shards": json.dumps(shards)} if shards else None
@@ -281,7 +313,9 @@ def write_files(aside, contents):
 
 
 def saved_settings(folder, state):
-    """(settings in a checkpoint's state, their GPTConfig); what is read has today's types and ranges."""
+    """(settings in a checkpoint's state, their GPTConfig);
+    what is read has today's types and ranges.
+    """
     try:
         config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, "optimizer", "tokenizer"})
         shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
@@ -292,7 +326,9 @@ def saved_settings(folder, state):
 
 
 def rank_tensors(model, device):
-    """This rank's random-number states and, with fp8, the amax values from which its next scales follow."""
+    """This rank's random-number states and, with fp8,
+    the amax values from which its next scales follow.
+    """
     state = generators.states(device)
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat([amax.flatten() for amax in amaxes]).cpu()
@@ -300,11 +336,14 @@ def rank_tensors(model, device):
 
 
 def load_rank_tensors(tensors, model, rank, device):
-    """Restores this rank's state; returns False if there is none for this rank and type of device."""
+    """Restores this rank's state; returns False if there is none
+    for this rank and type of device.
+    """
     own = {kind: tensor[...] for kind, tensor in with_prefix(tensors, f"{rank}.").items()}
     if device.type not in own:
         return False
-    with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):  # torch has several errors
+    # torch has several errors
+    with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):
         generators.restore(own, device)
         amaxes = magnitudes(model)
         sizes = [amax.numel() for amax in amaxes]
@@ -316,7 +355,9 @@ def load_rank_tensors(tensors, model, rank, device):
 
 
 def magnitudes(model):
-    """Buffers with the amax of fp8's previous call, in the model's order; saved, so that scales go on."""
+    """Buffers with the amax of fp8's previous call, in the model's order;
+    saved, so that scales go on.
+    """
     return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
 
 
@@ -333,7 +374,10 @@ def open_model(path):
 
 @torch.no_grad()
 def model_of(tensors, shape, device, precision="fp32", world=None):
-    """A GPT in bf16 or fp32 with {name: tensor or SavedTensor}. world: ranks among which FSDP2 divides it."""
+    """A GPT in bf16 or fp32 with {name: tensor or SavedTensor}.
+
+    world: ranks among which FSDP2 divides it.
+    """
     model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
     if precision == "bf16":
         for parameter in model.parameters():

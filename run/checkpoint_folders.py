@@ -1,7 +1,9 @@
-"""The checkpoints of a run, step_*/ in its folder: found, verified, put in place atomically, pruned.
+"""The checkpoints of a run, step_*/ in its folder: found, verified, put in place atomically,
+pruned.
 
-A folder is complete or absent: it is written under a hidden name, .writing_*, and then renamed. One that is
-removed is first renamed to a hidden name. What a kill leaves hidden is deleted by the next save.
+A folder is complete or absent: it is written under a hidden name, .writing_*, and then renamed. One
+that is removed is first renamed to a hidden name. What a kill leaves hidden is deleted by the next
+save.
 """
 
 import glob
@@ -21,13 +23,19 @@ DIGITS = "[0-9]" * 8
 
 
 def folders(out_dir):
-    """A run's checkpoints, oldest first: step_*/ that hold our files; a user's step_plans/ is none."""
+    """A run's checkpoints, oldest first: step_*/ that hold our files;
+    a user's step_plans/ is none.
+    """
     found = (Path(out_dir, name) for name in glob.glob(f"step_{DIGITS}", root_dir=out_dir))
-    return sorted(p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file())
+    return sorted(
+        p for p in found if (p / "manifest.json").is_file() or (p / "state.json").is_file()
+    )
 
 
 def hidden(folder, kind=""):
-    """The name under which a checkpoint is written; kind: "gone_" or "old_", it is removed or replaced."""
+    """The name under which a checkpoint is written;
+    kind: "gone_" or "old_", it is removed or replaced.
+    """
     return folder.with_name(f".writing_{kind}{folder.name}")
 
 
@@ -39,7 +47,10 @@ def remove(folder):
 
 
 def delete(path):
-    """Deletes what is hidden; of a link the link. What cannot be deleted, the next save tries again."""
+    """Deletes what is hidden; of a link the link.
+
+    What cannot be deleted, the next save tries again.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -76,7 +87,9 @@ def put_in_place(final):
 
 
 def bring_back(out_dir):
-    """Gives back its name to a step that was saved again when a kill came between the renames of that."""
+    """Gives back its name to a step that was saved again when a kill
+    came between the renames of that.
+    """
     for old in sorted(Path(out_dir).glob(f".writing_old_step_{DIGITS}")):
         final = old.with_name(old.name.removeprefix(".writing_old_"))
         for folder in (hidden(final), old):
@@ -119,12 +132,18 @@ def prune(final, keep_last, whole):
 
 
 def find(path):
-    """The checkpoint that `path` names: path itself, or a run's newest undamaged one. All ranks call it."""
+    """The checkpoint that `path` names: path itself, or a run's newest undamaged one.
+
+    All ranks call it.
+    """
     path = Path(path)
     names = None
-    if not os.path.exists(path) or not (path.match(f"step_{DIGITS}") or (path / "manifest.json").is_file()):
+    if not os.path.exists(path) or not (
+        path.match(f"step_{DIGITS}") or (path / "manifest.json").is_file()
+    ):
         names = [folder.name for folder in folders(path)[::-1]]
-    names = parallel.gather_objects(names)[0]  # another node may not see the folder, or have its own
+    # another node may not see the folder, or have its own
+    names = parallel.gather_objects(names)[0]
     found = [path] if names is None else [path / name for name in names]
     first_wrong = None
     for folder in found:
@@ -138,12 +157,17 @@ def find(path):
     why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
     if first_wrong:
         why += f", the newest: {first_wrong}"
-    hint = "expected a run's folder, or one of its step_*/; Hugging Face weights are --init_from=hf:FOLDER"
+    hint = (
+        "expected a run's folder, or one of its step_*/; Hugging Face weights are "
+        "--init_from=hf:FOLDER"
+    )
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 
 
 def problem_of_ranks(folder):
-    """What is wrong with a checkpoint on any rank, perhaps of another node, in words; None if it is whole."""
+    """What is wrong with a checkpoint on any rank, perhaps of another node, in words;
+    None if it is whole.
+    """
     own = problem(folder, *parallel.rank_and_size())
     manifest = None if own else files.digest(folder / "manifest.json")
     of_ranks = parallel.gather_objects((own, manifest))
@@ -156,7 +180,10 @@ def problem_of_ranks(folder):
 
 
 def problem(folder, rank=0, ranks=1):
-    """What is wrong with a checkpoint, in words; None if it is whole. Each of the ranks reads other files."""
+    """What is wrong with a checkpoint, in words; None if it is whole.
+
+    Each of the ranks reads other files.
+    """
     folder = Path(folder)
     try:
         manifest = files.read_json(folder / "manifest.json", CheckpointError, {})
@@ -164,7 +191,11 @@ def problem(folder, rank=0, ranks=1):
         for name in sorted({"state.json", *(path.name for path in held)} - manifest.keys()):
             return f"manifest.json does not name {name}"
         for name in manifest:
-            if not files.plain_name(name) or (folder / name).is_symlink() or not (folder / name).is_file():
+            if (
+                not files.plain_name(name)
+                or (folder / name).is_symlink()
+                or not (folder / name).is_file()
+            ):
                 return f"manifest.json names {name!r}, which is not a file in the folder"
         if is_other_step(folder):
             return f"it is of step {read_state(folder)['step']}: copied, or renamed"

@@ -1,4 +1,6 @@
-"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, samples, and your own."""
+"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, samples,
+and your own.
+"""
 
 import contextlib
 import dataclasses
@@ -17,15 +19,18 @@ from scale import context_parallel, generators, parallel
 from system.errors import UserError
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
-TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}  # names in log.jsonl
+# names in log.jsonl
+TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}
 
 
 @torch.no_grad()
 def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
-    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras), equal on every rank.
+    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras), equal on every
+    rank.
 
-    table: float64 (3, rows): a row's loss in nats, its targets, bytes of their text (0 or NaN: unknown).
-    extras: {name: mean over the targets} of the forward. own: this rank's part of a batch.
+    table: float64 (3, rows): a row's loss in nats, its targets, bytes of their text (0 or NaN:
+    unknown). extras: {name: mean over the targets} of the forward. own: this rank's part of a
+    batch.
     """
     device = parallel.device_of(model)
     token_bytes = None
@@ -61,7 +66,8 @@ def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), sto
 
 
 def losses_of_rows(model, x, y, positions):
-    """((B,) mean loss of each row, (B,) targets of each, {extra: its sum over the targets}) of a forward.
+    """((B,) mean loss of each row, (B,) targets of each, {extra: its sum over the targets}) of a
+    forward.
 
     A forward with a loss of its own that knows no rows is called for one row at a time.
     """
@@ -69,23 +75,29 @@ def losses_of_rows(model, x, y, positions):
     if not torch.is_tensor(count) or loss.shape != x.shape[:1] or count.shape != loss.shape:
         rows = [model(x[b : b + 1], y[b : b + 1], positions) for b in range(len(x))]
         loss, count, extras_of_rows = zip(*rows)
-        column = lambda name, values: torch.stack([scalar(name, value, x.device) for value in values])
+        column = lambda name, values: torch.stack(
+            [scalar(name, value, x.device) for value in values]
+        )
         loss, count = column("loss", loss), column("count", count)
-        extras = {name: column(name, [row[name] for row in extras_of_rows]) for name in extras_of_rows[0]}
+        extras = {
+            name: column(name, [row[name] for row in extras_of_rows]) for name in extras_of_rows[0]
+        }
     sums = {}
     for name, value in extras.items():
         if torch.is_tensor(value) and value.shape == count.shape:  # of each row
             value = value.detach().float()
         else:
             value = scalar(name, value, x.device)
-        sums[name] = torch.where(count > 0, value * count, 0.0).sum()  # the mean of no target may be NaN
+        # the mean of no target may be NaN
+        sums[name] = torch.where(count > 0, value * count, 0.0).sum()
     return torch.where(count > 0, loss.float(), 0.0), count, sums
 
 
 def ratio(amounts, units, documents):
     """(sum(amounts) / sum(units), its standard error for documents drawn at random).
 
-    documents: the number of each row's document. Linearised, as in Cochran, Sampling Techniques, 6.4.
+    documents: the number of each row's document. Linearised, as in Cochran, Sampling Techniques,
+    6.4.
     """
     amounts, units = np.bincount(documents, amounts), np.bincount(documents, units)
     mean = amounts.sum() / units.sum()
@@ -97,7 +109,9 @@ def ratio(amounts, units, documents):
 
 
 def losses(table, documents):
-    """{"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"} of `validate`'s table."""
+    """{"loss": nats a token, "bpb": bits per byte or None, "stderr",
+    "bpb_stderr"} of `validate`'s table.
+    """
     nats, targets, text = table
     loss, stderr = ratio(nats, targets, documents)
     bpb = bpb_stderr = None
@@ -108,7 +122,8 @@ def losses(table, documents):
 
 def in_words(score):
     """Parts of a line for the console; after ±, the standard errors."""
-    spread = lambda error: "" if math.isnan(error) else f" ±{error:.4f}"  # of one document it is unknown
+    # of one document it is unknown
+    spread = lambda error: "" if math.isnan(error) else f" ±{error:.4f}"
     words = [f"loss {score['loss']:.4f}{spread(score['stderr'])}"]
     if score["bpb"] is not None:
         words.append(f"{score['bpb']:.4f}{spread(score['bpb_stderr'])} bits/byte")
@@ -128,7 +143,9 @@ class Evaluation:
 
 
 class Evaluations:
-    """The evaluations of a run: functions with a name and an interval; one chooses the best checkpoint."""
+    """The evaluations of a run: functions with a name and an interval;
+    one chooses the best checkpoint.
+    """
 
     def __init__(self, state, autocast, log, watch, cfg):
         """state: a train.State, of which `evaluated` and `score` are set here."""
@@ -137,14 +154,15 @@ class Evaluations:
         self.each = {}  # {name: Evaluation}
 
     def add(self, name, interval, function, lines=None, best=None, whole_rows=True, at_start=True):
-        """Calls function(model) every `interval` steps and at the end; 0: never. at_start: before step 1 too.
+        """Calls function(model) every `interval` steps and at the end; 0: never. at_start: before
+        step 1 too.
 
-        function returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
-        runs on all ranks, without gradients, in the run's precision and with the model in eval mode; random
-        numbers that it draws do not change those of training. lines: from that dict to lines for the console.
-        best: the figure by which the best checkpoint is chosen, the lowest; of one evaluation only.
-        whole_rows: each rank has whole rows, of one document each; False: as in training, with its document
-        masks, and rows divided by context parallelism.
+        function returns {figure: number, or text}, the same on every rank, or None if the run is to
+        stop. It runs on all ranks, without gradients, in the run's precision and with the model in
+        eval mode; random numbers that it draws do not change those of training. lines: from that
+        dict to lines for the console. best: the figure by which the best checkpoint is chosen, the
+        lowest; of one evaluation only. whole_rows: each rank has whole rows, of one document each;
+        False: as in training, with its document masks, and rows divided by context parallelism.
         """
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
@@ -152,11 +170,17 @@ class Evaluations:
             return
         for other, evaluation in self.each.items():
             if best and evaluation.best:
-                raise UserError(f"evaluations {other!r} and {name!r} both choose the best checkpoint")
-        self.each[name] = Evaluation(interval, function, lines or in_figures, best, whole_rows, at_start)
+                raise UserError(
+                    f"evaluations {other!r} and {name!r} both choose the best checkpoint"
+                )
+        self.each[name] = Evaluation(
+            interval, function, lines or in_figures, best, whole_rows, at_start
+        )
 
     def due(self):
-        """Names of those that are due now; none if the run was resumed here and had evaluated before."""
+        """Names of those that are due now; none if the run was resumed
+        here and had evaluated before.
+        """
         step = self.state.step
         if step == self.state.evaluated:
             return []
@@ -216,11 +240,15 @@ class Evaluations:
 def plain(evaluation, name, value):
     """A figure as log.jsonl can hold it; a tensor or an array with one element as a number."""
     if name in ("step", "kind"):
-        raise UserError(f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another")
+        raise UserError(
+            f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another"
+        )
     if torch.is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         shape = tuple(value.shape)
         if math.prod(shape) != 1:
-            raise UserError(f"evaluation {evaluation!r}: {name} has the shape {shape}; expected one number")
+            raise UserError(
+                f"evaluation {evaluation!r}: {name} has the shape {shape}; expected one number"
+            )
         return value.item()
     return value
 
@@ -237,8 +265,8 @@ def in_figures(found):
 def validation(model, loaders, tokens, autocast, own, stop):
     """The losses of the data folders, and of their mixture; None once stop() is true.
 
-    loaders: [(share of the loss and of the tokens, loader)]. Bits per byte of folders differ too much to have
-    a mean.
+    loaders: [(share of the loss and of the tokens, loader)]. Bits per byte of folders differ too
+    much to have a mean.
     """
     folders, extras = {}, {}
     loss = 0.0
@@ -270,7 +298,10 @@ def validation_lines(score):
 
 
 def add_evaluations(evaluations, cfg, world, val_loaders):
-    """Adds what cfg asks for; returns warnings of what cannot be evaluated. val_loaders: see validation."""
+    """Adds what cfg asks for; returns warnings of what cannot be evaluated.
+
+    val_loaders: see validation.
+    """
     if cfg.eval_interval:
         add_validation(evaluations, cfg, world, val_loaders)
     if not (cfg.hellaswag_interval or cfg.sample_interval):
@@ -288,18 +319,25 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 def add_validation(evaluations, cfg, world, loaders):
     own = functools.partial(context_parallel.own_tokens, cfg, world)
     stop = evaluations.watch.agreed
-    splits = ", ".join(f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders)
-    held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"  # the same: runs compare
+    splits = ", ".join(
+        f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders
+    )
+    # the same: runs compare
+    held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
 
     def evaluate(model):
         found = validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
         return found and found | {"held_out": held_out}
 
-    evaluations.add("val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False)
+    evaluations.add(
+        "val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False
+    )
 
 
 def add_samples(evaluations, cfg, world, tokenizer):
-    """Each rank draws its own; the console has rank 0's, log.jsonl the others' with their rank as well."""
+    """Each rank draws its own; the console has rank 0's,
+    log.jsonl the others' with their rank as well.
+    """
     from run import sampling
 
     def evaluate(model):
@@ -307,7 +345,9 @@ def add_samples(evaluations, cfg, world, tokenizer):
         first, *others = parallel.gather_objects(sampling.texts(model, **options, **SAMPLES))
         found = {"texts": first}
         if others:
-            found["others"] = [{"rank": rank, "texts": texts} for rank, texts in enumerate(others, 1)]
+            found["others"] = [
+                {"rank": rank, "texts": texts} for rank, texts in enumerate(others, 1)
+            ]
         return found
 
     lines = lambda found: map(repr, found["texts"])

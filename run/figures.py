@@ -1,4 +1,6 @@
-"""What a step reports: its loss and the extras of GPT.forward, as means over the targets of all ranks."""
+"""What a step reports: its loss and the extras of GPT.forward,
+as means over the targets of all ranks.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,8 +12,9 @@ from system.errors import UserError
 class Figures:
     """Adds up what GPT.forward returns in the micro-steps of all ranks, on the device.
 
-    A micro-step's sums are a list of float32 scalars: [its part of the loss, targets, extra * targets, ...].
-    names: of the extras, as the first forward returned them; every later one must return the same.
+    A micro-step's sums are a list of float32 scalars: [its part of the loss, targets, extra *
+    targets, ...]. names: of the extras, as the first forward returned them; every later one must
+    return the same.
     """
 
     def __init__(self, batch_tokens, ranks):
@@ -19,7 +22,9 @@ class Figures:
         self.names, self.compared = None, False
 
     def sums(self, share, count, extras):
-        """The sums of a micro-step. share: loss * count / the tokens that this rank reads in a step."""
+        """The sums of a micro-step. share: loss * count / the tokens
+        that this rank reads in a step.
+        """
         names = sorted(extras)
         if self.names is None:
             self.names = names
@@ -38,9 +43,11 @@ class Figures:
         return sums if totals is None else torch._foreach_add(totals, sums)
 
     def over_ranks(self, totals, norm, own):
-        """The Means of a step over all ranks. norm: of the gradients; own: further numbers of this rank.
+        """The Means of a step over all ranks. norm: of the gradients; own: further numbers of this
+        rank.
 
-        One all-reduce, for which no host waits, but in the first step, when the ranks compare extras.
+        One all-reduce, for which no host waits, but in the first step, when the ranks compare
+        extras.
         """
         if not self.compared:
             self.compared = True
@@ -60,12 +67,18 @@ class Means:
     """A step's figures on their way to the host."""
 
     def __init__(self, tensor, figures):
-        self.names, self.ranks, self.batch_tokens = figures.names, figures.ranks, figures.batch_tokens
+        self.names, self.ranks, self.batch_tokens = (
+            figures.names,
+            figures.ranks,
+            figures.batch_tokens,
+        )
         self.later = parallel.Later(parallel.sum_over_ranks(tensor) / self.ranks)
         self.moment = self.later.moment
 
     def get(self):
-        """(loss, norm, {extra: its mean}, [means over the ranks of `own`]), waiting for the step's end."""
+        """(loss, norm, {extra: its mean}, [means over the ranks of `own`]),
+        waiting for the step's end.
+        """
         share, targets, *values = self.later.get()
         targets = max(targets, 1.0 / self.ranks)  # of a rank, on average
         loss = share * (self.batch_tokens / self.ranks / targets)
@@ -75,12 +88,18 @@ class Means:
 
 
 def scalar(name, value, device):
-    """A detached float32 scalar of a number or of a tensor with one element. Raises UserError for others."""
+    """A detached float32 scalar of a number or of a tensor with one element.
+
+    Raises UserError for others.
+    """
     if not torch.is_tensor(value):
         return torch.full((), value, dtype=torch.float32, device=device)
-    if value.dim() == 0 and value.dtype == torch.float32:  # the usual case: the host's time counts here
+    # the usual case: the host's time counts here
+    if value.dim() == 0 and value.dtype == torch.float32:
         return value.detach()
     if value.numel() != 1:
         shape = tuple(value.shape)
-        raise UserError(f"GPT.forward returned {name} of shape {shape}; expected one number, such as a mean")
+        raise UserError(
+            f"GPT.forward returned {name} of shape {shape}; expected one number, such as a mean"
+        )
     return value.detach().float().reshape(())

@@ -1,4 +1,6 @@
-"""What a model computes (operations, FLOPs, MFU), from a forward and backward of any model.py on meta."""
+"""What a model computes (operations, FLOPs, MFU),
+from a forward and backward of any model.py on meta.
+"""
 
 import math
 import re
@@ -18,7 +20,8 @@ from scale.precision import DTYPES
 from system.errors import UserError, listed
 
 PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
-PEAK_TFLOPS = {  # dense, from data sheets, in these precisions; the first pattern in a device's name counts
+# dense, from data sheets, in these precisions; the first pattern in a device's name counts
+PEAK_TFLOPS = {
     "B200": (4500, 2250, 2250, 1125, 75),
     "H100 PCIe": (1513, 756, 756, 378, 51),
     "H100 NVL": (1671, 835, 835, 417, 60),
@@ -37,7 +40,9 @@ PEAK_TFLOPS = {  # dense, from data sheets, in these precisions; the first patte
 
 
 def peak_flops(device, precision):
-    """Peak FLOP/s of one device at this precision; None where it is unknown (the MFU is then n/a)."""
+    """Peak FLOP/s of one device at this precision;
+    None where it is unknown (the MFU is then n/a).
+    """
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -49,7 +54,9 @@ def peak_flops(device, precision):
 
 
 def parameter_counts(model):
-    """(parameters, those in matmuls) of a model: no vocabulary padding, and a shared weight once."""
+    """(parameters, those in matmuls) of a model:
+    no vocabulary padding, and a shared weight once.
+    """
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
     matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     total = sum(p.numel() for p in model.parameters())
@@ -57,7 +64,8 @@ def parameter_counts(model):
 
 
 class OperationCounter:
-    """Within it operations run in plain PyTorch and are counted, as forms.fused and forms.attention tell it.
+    """Within it operations run in plain PyTorch and are counted, as forms.fused and forms.attention
+    tell it.
 
     calls: {(operation, None or why it is not fused): n}.
     """
@@ -85,12 +93,16 @@ class OperationCounter:
             self.included = inner
 
     def weight(self, layer):
-        """A linear layer's weight, as no Parameter: only those that an edit reads itself are noted."""
+        """A linear layer's weight, as no Parameter:
+        only those that an edit reads itself are noted.
+        """
         with torch._C.DisableTorchFunction():
             return layer.weight.view_as(layer.weight)
 
     def attended(self, q, k, v):
-        """Replaces attention; a query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV."""
+        """Replaces attention; a query sees (T + 1) / 2 keys on average,
+        2 FLOPs each for QK^T and for AV.
+        """
         B, H, T, D = q.shape
         out = v.size(-1)
         self.attention_flops += B * H * T * (T + 1) * (D + out)
@@ -113,13 +125,14 @@ class ParametersRead(TorchFunctionMode):
 
 
 class ModelAnalysis:
-    """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a gradient).
+    """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a
+    gradient).
 
-    regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's or
-    Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of the blocks'
-    linear layers whose weight is read by something other than an operation of kernels.py. problem: why the
-    forward could not be run without values, so that nothing of this is known. chooses: values may then decide
-    which parameters it uses.
+    regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's
+    or Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of
+    the blocks' linear layers whose weight is read by something other than an operation of
+    kernels.py. problem: why the forward could not be run without values, so that nothing of this is
+    known. chooses: values may then decide which parameters it uses.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -149,7 +162,8 @@ class ModelAnalysis:
         self.calls = operations.calls
         self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.new = []  # parameters and buffers that no checkpoint gave a value, though one was loaded
+        # parameters and buffers that no checkpoint gave a value, though one was loaded
+        self.new = []
         self.draws = drawn.found
         self.updates = []
         for name, buffer in model.blocks.named_buffers("blocks"):
@@ -161,7 +175,9 @@ class ModelAnalysis:
         if not self.problem:
             self.bypassed = runs["attention"] < sum(runs[block] for block in model.blocks)
             self.regular = all(runs[block] == 1 for block in model.blocks)
-            self.unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            self.unused = [
+                n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
+            ]
         for name, layer in model.blocks.named_modules(prefix="blocks"):
             if isinstance(layer, torch.nn.Linear) and (self.problem or layer.weight in read.found):
                 self.read_elsewhere.append(name)
@@ -172,16 +188,22 @@ class ModelAnalysis:
         return self.chooses or bool(self.unused)
 
     def mfu(self, tokens_per_s, devices):
-        """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B); None if it is unknown."""
+        """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B);
+        None if it is unknown.
+        """
         if not self.flops_per_token or not self.peak:
             return None
         return tokens_per_s * self.flops_per_token / (devices * self.peak)
 
     def rows(self):
-        """Rows of the start-up summary: which calls of operations are fused, which are plain, and why."""
+        """Rows of the start-up summary: which calls of operations are
+        fused, which are plain, and why.
+        """
         rows = []
         if self.new:
-            rows.append(("new", f"{listed(self.new)}: not in the checkpoint, with their initial values"))
+            rows.append(
+                ("new", f"{listed(self.new)}: not in the checkpoint, with their initial values")
+            )
         if self.problem:
             why = f"not counted, nor is MFU: the forward fails on meta ({self.problem})"
             return [*rows, ("operations", why)]
@@ -196,7 +218,9 @@ class ModelAnalysis:
         rows.append(("operations", "; ".join(words)))
         if self.unused:
             names = listed(self.unused)
-            rows.append(("warning", f"no loss depends on {names}: these parameters stay as they are"))
+            rows.append(
+                ("warning", f"no loss depends on {names}: these parameters stay as they are")
+            )
         return rows
 
 
@@ -207,7 +231,9 @@ def count_call(runs, core, *inputs):
 
 
 def flops_per_token(model, cfg, operations):
-    """FLOPs of a token for MFU, without padding rows, recomputation and attention within documents."""
+    """FLOPs of a token for MFU, without padding rows,
+    recomputation and attention within documents.
+    """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         found = model(tokens, tokens, None, "mean")
@@ -233,4 +259,6 @@ def refuse_other_results(found):
         if math.prod(shape) != 1:
             raise UserError(f"model.py: GPT.forward returned a {name} of shape {shape}; {expected}")
     if not isinstance(extras, dict):
-        raise UserError(f"model.py: GPT.forward returned {type(extras).__name__} for extras; {expected}")
+        raise UserError(
+            f"model.py: GPT.forward returned {type(extras).__name__} for extras; {expected}"
+        )

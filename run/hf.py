@@ -1,7 +1,9 @@
-"""Hugging Face's GPT-2, Llama and their like: config.json as our settings; safetensors read and written.
+"""Hugging Face's GPT-2, Llama and their like: config.json as our settings; safetensors read and
+written.
 
-Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no permutation.
-train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that need it import it.
+Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no
+permutation. train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that
+need it import it.
 """
 
 import functools
@@ -47,8 +49,10 @@ class GPT2:
         "layer_norm_epsilon": "norm_eps",
         "tie_word_embeddings": "tie_embeddings",
     }
-    absent = {"activation_function": "gelu_new", "tie_word_embeddings": True}  # what absent keys mean
-    mlps = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}  # {activation: our mlp}
+    # what absent keys mean
+    absent = {"activation_function": "gelu_new", "tie_word_embeddings": True}
+    # {activation: our mlp}
+    mlps = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}
     allowed = {  # {key: values that model.py computes}
         "scale_attn_weights": [True],
         "scale_attn_by_inverse_layer_idx": [False],
@@ -146,10 +150,12 @@ class Mistral(Llama):  # read, not written: it is a Llama
 EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and tables in old files
+# masks and tables in old files
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
-DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")  # of weights in safetensors
+# of weights in safetensors
+DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")
 
 
 @dataclass
@@ -165,17 +171,29 @@ class Part:
 
 @dataclass
 class ImportedConfig(GPTConfig):
-    tokenizer: str | None = None  # the tokenizer.json beside the weights, or the folder of other such files
+    # the tokenizer.json beside the weights, or the folder of other such files
+    tokenizer: str | None = None
 
 
 SHAPE = {field.name for field in fields(GPTConfig)}
 # settings that do not change what is computed, or are written or refused by other means
-WITHOUT_EFFECT = {"vocab_multiple", "attention", "dropout", "zero_init", "bias", "n_kv_head", "head_dim"}
+WITHOUT_EFFECT = {
+    "vocab_multiple",
+    "attention",
+    "dropout",
+    "zero_init",
+    "bias",
+    "n_kv_head",
+    "head_dim",
+}
 WITHOUT_EFFECT |= {"rope_theta", "rope_factor", "rope_original"}
 
 
 def family_of(cfg):
-    """The first family whose class computes a GPTConfig. Raises UserError with what each of them lacks."""
+    """The first family whose class computes a GPTConfig.
+
+    Raises UserError with what each of them lacks.
+    """
     lacking = []
     for family in EXPORTS:
         wrong = [name for name, known in family.settings.items() if getattr(cfg, name) not in known]
@@ -189,7 +207,9 @@ def family_of(cfg):
             return family
         words = [f"{name}={getattr(cfg, name)}" for name in wrong]
         lacking.append(f"a {family.name} has no {', '.join(words)}")
-    raise UserError(f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}")
+    raise UserError(
+        f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}"
+    )
 
 
 def adopt(given, files=FILES):
@@ -201,15 +221,21 @@ def adopt(given, files=FILES):
     if not name.startswith("hf:"):
         return given
     shape = read_config(fetch(name[3:], files))
-    shape.block_size = min(shape.block_size, GPTConfig.block_size)  # weights may have a longer context
+    # weights may have a longer context
+    shape.block_size = min(shape.block_size, GPTConfig.block_size)
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
-        raise UserError(f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out")
+        raise UserError(
+            f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out"
+        )
     return vars(shape) | given
 
 
 def read_config(folder):
-    """The ImportedConfig of a Hugging Face folder. Raises UserError for what model.py does not compute."""
+    """The ImportedConfig of a Hugging Face folder.
+
+    Raises UserError for what model.py does not compute.
+    """
     path = Path(folder) / "config.json"
     hf = read_json(path, form=FORM)
     try:
@@ -246,15 +272,21 @@ def read_config(folder):
 def _refuse_others(hf, allowed):
     for key, values in allowed.items():
         if hf.get(key, values[0]) not in values:
-            raise UserError(f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}")
+            raise UserError(
+                f"{key}={hf[key]} is not supported, expected {' or '.join(map(str, values))}"
+            )
 
 
 def fetch(name, files=FILES):
-    """The local folder of `name`: itself, or the snapshot, perhaps cached, of a repository on the hub."""
+    """The local folder of `name`: itself, or the snapshot, perhaps cached,
+    of a repository on the hub.
+    """
     if Path(name).exists():
         return Path(name)
-    options = dict(allow_patterns=files, ignore_patterns=["*/*"])  # folders hold other formats of the weights
-    with told(f"{name}: no such folder, and it cannot be downloaded"):  # the hub, its HTTP client, the disk
+    # folders hold other formats of the weights
+    options = dict(allow_patterns=files, ignore_patterns=["*/*"])
+    # the hub, its HTTP client, the disk
+    with told(f"{name}: no such folder, and it cannot be downloaded"):
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
 
 
@@ -264,7 +296,9 @@ def config_json(cfg, dtype, ids):
     # the context is block_size, or what RoPE was scaled to if that is longer
     context = max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
-    values = vars(cfg) | dict(mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context)
+    values = vars(cfg) | dict(
+        mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context
+    )
     config = {key: values[name] for key, name in family.keys.items()}
     if cfg.embed_norm:  # which is folded into the embedding alone
         config["tie_word_embeddings"] = False
@@ -275,13 +309,17 @@ def config_json(cfg, dtype, ids):
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     config["rope_scaling"] = None
     if cfg.rope_factor:
-        scaling = dict(rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0)
+        scaling = dict(
+            rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0
+        )
         config["rope_scaling"] = scaling | dict(original_max_position_embeddings=cfg.rope_original)
     return config
 
 
 def write_tokenizer(folder, tokenizer, block_size):
-    """Writes the files of a tokenizer and of generation -> {"bos_token_id": ..., "eos_token_id": ...}."""
+    """Writes the files of a tokenizer and of generation -> {"bos_token_id": ...,
+    "eos_token_id": ...}.
+    """
     from corpus import chat
     from corpus import tokenizer as tokenizers
 
@@ -302,7 +340,8 @@ def write_tokenizer(folder, tokenizer, block_size):
     ids = dict(bos_token_id=eot)
     if generation.exists():
         ids |= {key: value for key, value in read_json(generation).items() if value is not None}
-    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))  # which reads generation_config.json too
+    # which reads generation_config.json too
+    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(generation, ids)
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
@@ -327,7 +366,8 @@ class Rows:
 
 
 def hf_parts(model, may_have_more=False):
-    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of parameters.
+    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of
+    parameters.
 
     may_have_more: an edit that adds some to those that a Hugging Face model has is none.
     """
@@ -339,7 +379,9 @@ def hf_parts(model, may_have_more=False):
     modules = {ours: [theirs] for ours, theirs in family.outer.items()}
     for i in range(cfg.n_layer):
         for ours, theirs in family.block.items():
-            modules[f"blocks.{i}.{ours}"] = [f"{family.layers}{i}.{name}" for name in theirs.split()]
+            modules[f"blocks.{i}.{ours}"] = [
+                f"{family.layers}{i}.{name}" for name in theirs.split()
+            ]
     heads = cfg.n_head, cfg.kv_heads, cfg.kv_heads
     stacked = {"qkv": [n * cfg.head_size for n in heads], "gate_up": [cfg.hidden, cfg.hidden]}
     other_mlp = "up" if cfg.mlp == "swiglu" else "gate_up"
@@ -356,7 +398,9 @@ def hf_parts(model, may_have_more=False):
             ours = "wte"  # without the norm, which is folded into the embedding alone
         weight = own.get(f"{ours}.weight")
         if weight is None:
-            raise UserError(f"model.py has no {ours}.weight, which a Hugging Face {family.name} has")
+            raise UserError(
+                f"model.py has no {ours}.weight, which a Hugging Face {family.name} has"
+            )
         in_block = module.startswith("blocks.")
         transposed = family is GPT2 and in_block and weight.dim() == 2
         normed = leaf == "wte" and cfg.embed_norm
@@ -374,24 +418,38 @@ def hf_parts(model, may_have_more=False):
                 ends[f"{ours}.bias"] = last
             if leaf in stacked:  # not relu2's one matrix, which is both gate and up
                 first = last
-    more = {name for name in ends.keys() & own.keys() if ends[name] not in (len(own[name]), cfg.vocab_size)}
+    more = {
+        name
+        for name in ends.keys() & own.keys()
+        if ends[name] not in (len(own[name]), cfg.vocab_size)
+    }
     if not may_have_more:
         more |= own.keys() - ends.keys() | persistent_buffers(model).keys()
     if more:
         names = f"{', '.join(sorted(more)[:3])} ({len(more)} in all)"
-        raise UserError(f"model.py has parameters that a Hugging Face {family.name} does not have: {names}")
+        raise UserError(
+            f"model.py has parameters that a Hugging Face {family.name} does not have: {names}"
+        )
     return parts
 
 
 def open_tensors(folder, family):
-    """{full Hugging Face name: slice of safetensors} of one file, else of an index's, without buffers."""
+    """{full Hugging Face name: slice of safetensors} of one file, else of an index's,
+    without buffers.
+    """
     names, tensors = {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
     if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
-        names = {*read_json(folder / INDEX, form={"weight_map": {str: plain_name}})["weight_map"].values()}
+        names = {
+            *read_json(folder / INDEX, form={"weight_map": {str: plain_name}})[
+                "weight_map"
+            ].values()
+        }
     for path in sorted(folder / name for name in names):
         if not path.is_file():
-            raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first")
+            raise UserError(
+                f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first"
+            )
         with told(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
         for name in handle.keys():
@@ -404,7 +462,9 @@ def open_tensors(folder, family):
 
 
 def has_own_head(folder, family):
-    """Whether the weights of a tied model hold a head unlike the embedding; transformers then uses both."""
+    """Whether the weights of a tied model hold a head unlike the embedding;
+    transformers then uses both.
+    """
     if not any(folder.glob("model*.safetensors*")):
         return False
     theirs = open_tensors(folder, family)
@@ -416,7 +476,9 @@ def has_own_head(folder, family):
 
 
 def open_hf(name):
-    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name, without padding rows."""
+    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name,
+    without padding rows.
+    """
     import torch
 
     from model import on_meta
@@ -429,7 +491,8 @@ def open_hf(name):
         warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
     theirs = open_tensors(folder, family)
     wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
-    if cfg.tie_embeddings and head in theirs:  # it is the embedding, perhaps without another copy of it
+    # it is the embedding, perhaps without another copy of it
+    if cfg.tie_embeddings and head in theirs:
         theirs.setdefault(wte, theirs[head])
         if theirs[wte].get_shape() == theirs[head].get_shape():
             del theirs[head]
@@ -459,14 +522,21 @@ def open_hf(name):
     stored = {}
     for ours, pairs in found.items():
         dtypes = [getattr(torch, DTYPES[rows.get_dtype()]) for _, rows in pairs]
-        dtype = functools.reduce(torch.promote_types, dtypes)  # the widest: q and v may be float32 beside k
+        # the widest: q and v may be float32 beside k
+        dtype = functools.reduce(torch.promote_types, dtypes)
         slices = [(part.first, Rows(rows, dtype, part.transposed)) for part, rows in pairs]
         stored[ours] = SavedTensor(ours, slices)
     return stored, cfg, cfg.tokenizer
 
 
 def save_hf(
-    model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None, check=lambda _: None
+    model,
+    path,
+    dtype="float32",
+    max_shard_size="5GB",
+    tensors=None,
+    tokenizer=None,
+    check=lambda _: None,
 ):
     """Writes a folder that AutoModelForCausalLM loads, whole or not at all.
 
@@ -493,11 +563,14 @@ def save_hf(
 
 
 def _write_shards(folder, parts, tensors, dtype, max_size, eps):
-    """Writes model.safetensors, or several files and their index if the tensors take more than max_size."""
+    """Writes model.safetensors, or several files and their index if
+    the tensors take more than max_size.
+    """
     import torch
     from safetensors.torch import save_file
 
-    tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors  # biases ours lacks
+    # biases ours lacks
+    tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors
     dtype = getattr(torch, dtype)
 
     def theirs(part):  # a copy, as relu2's one matrix is both gate and up
@@ -515,6 +588,8 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
         with by_umask(folder / file):
-            save_file({name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"})
+            save_file(
+                {name: theirs(parts[name]) for name in names}, folder / file, {"format": "pt"}
+            )
     if plan.is_sharded:
         write_json(folder / INDEX, dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename))

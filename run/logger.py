@@ -47,17 +47,23 @@ def show(rows, say=print):
         lines = [str(value)]
         if sys.stdout.isatty():
             width = max(20, columns() - 13)
-            lines = textwrap.wrap(lines[0], width, break_long_words=False, break_on_hyphens=False) or [""]
+            lines = textwrap.wrap(
+                lines[0], width, break_long_words=False, break_on_hyphens=False
+            ) or [""]
         say(f"{name:<12} {lines[0]}")
         for line in lines[1:]:
             say(f"{'':<12} {line}")
 
 
 class Logger:
-    """Prints and records on rank 0; all ranks make the same calls, since `step` averages over them."""
+    """Prints and records on rank 0; all ranks make the same calls,
+    since `step` averages over them.
+    """
 
     def __init__(self, world, cfg, max_skipped):
-        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips by itself."""
+        """max_skipped: steps in a row that may be skipped;
+        None with fp16, whose scaler skips by itself.
+        """
         self.world, self.cfg, self.max_skipped = world, cfg, max_skipped
         self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
@@ -93,7 +99,10 @@ class Logger:
         self.print(f"warning: {words}")
 
     def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
-        """Opens the log in out_dir, and a wandb run. saved_at: the step of the checkpoint resumed there."""
+        """Opens the log in out_dir, and a wandb run.
+
+        saved_at: the step of the checkpoint resumed there.
+        """
         self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
         if not self.world.main:
             return
@@ -114,7 +123,8 @@ class Logger:
             names[key] = os.environ.get(f"WANDB_{key.upper()}") or names[key]
         self.wandb = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
         self.wandb_id = self.wandb.id
-        self.wandb.define_metric("*", step_metric="step")  # a resumed run steps back; its own may not
+        # a resumed run steps back; its own may not
+        self.wandb.define_metric("*", step_metric="step")
 
     def _try_wandb(self, call, *arguments):
         """Where wandb fails, for which it has many types of errors, training goes on without it."""
@@ -142,7 +152,9 @@ class Logger:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
-            self._warn_once("disk", f"{self.file.name}: {error.strerror}; training goes on, lines are lost")
+            self._warn_once(
+                "disk", f"{self.file.name}: {error.strerror}; training goes on, lines are lost"
+            )
 
     def _warn_once(self, about, words):
         if about not in self.warned:
@@ -150,16 +162,20 @@ class Logger:
             self.warn(words)
 
     def start(self, state, rows, given, analysis):
-        """The start-up summary, with the command line; log.jsonl has all settings that are no defaults.
+        """The start-up summary, with the command line; log.jsonl has all settings that are no
+        defaults.
 
-        state: a train.State; given: the Config as the user gave it; analysis: a flops.ModelAnalysis.
+        state: a train.State; given: the Config as the user gave it; analysis: a
+        flops.ModelAnalysis.
         """
         self.analysis, self.tokens = analysis, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
         self.last_step = None
         if not self.cfg.max_seconds:
             self.last_step, _ = optim.plan(self.cfg, state.step, state.tokens)
-        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items())
+        words = " ".join(
+            f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()
+        )
         words = words or "all defaults"
         shown = given.command_line or words
         if self.file:
@@ -170,14 +186,18 @@ class Logger:
         self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
-        """A checkpoint is complete. A later --resume=auto that finds none looks for this line of the log."""
+        """A checkpoint is complete. A later --resume=auto that finds
+        none looks for this line of the log.
+        """
         self.saved_at = step
         self._make_again()
         self.print(f"saved {folder}")
         self.record("saved", step)
 
     def _make_again(self):
-        """Where out_dir was removed or moved under the run: makes it and goes on with another log there."""
+        """Where out_dir was removed or moved under the run:
+        makes it and goes on with another log there.
+        """
         if not self.file or os.path.exists(self.file.name):
             return
         words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
@@ -197,11 +217,14 @@ class Logger:
         rows = [(kind, f"step {step} after {time.perf_counter() - self.began:,.1f} s")]
         if cfg.max_seconds:
             left_out = "compilation, evaluation and saving left out"
-            rows.append(("steps", f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s, {left_out}"))
+            rows.append(
+                ("steps", f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s, {left_out}")
+            )
         words = "none: nothing was saved"
         if self.saved_at is not None:
             words = (
-                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; to go on, the same command with "
+                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; to go on, the same "
+                "command with "
             )
             if not stopped:
                 length = "max_tokens" if cfg.max_tokens else "max_steps"
@@ -216,8 +239,8 @@ class Logger:
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
 
-        A step that is not timed, since it compiles or is not read yet, counts as the mean of those that are;
-        while there are none, as the mean of those before a resume.
+        A step that is not timed, since it compiles or is not read yet, counts as the mean of those
+        that are; while there are none, as the mean of those before a resume.
         """
         if self.steps_timed:
             pace = self.seconds_timed / self.steps_timed
@@ -236,9 +259,11 @@ class Logger:
         return max(0, self.last_step - step) * self.average
 
     def step(self, state, lr, means, began):
-        """Takes a step that was launched -> the ranks' means of `own` at the step read last, see Figures.
+        """Takes a step that was launched -> the ranks' means of `own` at the step read last, see
+        Figures.
 
-        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment before it.
+        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment
+        before it.
         """
         if state.step == LIFELESS:
             self._warn_of_zeros(state)
@@ -247,7 +272,9 @@ class Logger:
         return self.own
 
     def catch_up(self):
-        """Reads every step that was launched; the time until the next one begins is then nobody's."""
+        """Reads every step that was launched; the time until the next
+        one begins is then nobody's.
+        """
         self._read_until(0)
         self.mark = None
 
@@ -294,7 +321,9 @@ class Logger:
         gib = None
         if device.type == "cuda":
             gib = torch.cuda.max_memory_allocated(device) / 2**30
-        values = dict(loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib)
+        values = dict(
+            loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib
+        )
         if extras:
             values["extras"] = extras
         self.record("train", step, tokens=tokens, **values)
@@ -316,7 +345,9 @@ class Logger:
         parts["eta"] = f"eta {'n/a' if left is None else tqdm.format_interval(left)}"
         self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
         if extras:
-            self.print("     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items()))
+            self.print(
+                "     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
+            )
 
     def _warn_of_days(self, step):
         """When the second step has shown how long one takes without compilation."""
@@ -327,42 +358,60 @@ class Logger:
             self._warn_once("days", f"{days}; {advice}")
 
     def _warn_of_zeros(self, state):
-        """After some steps: parameters that began at zero and are still there have had no gradient."""
+        """After some steps: parameters that began at zero and are
+        still there have had no gradient.
+        """
         found = parallel.all_zero(state.model)
         if found:
-            why = "they were zero at first and had no gradient; is what they are multiplied with zero too?"
+            why = (
+                "they were zero at first and had no gradient; is what they are multiplied "
+                "with zero too?"
+            )
             self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}")
 
     def _skip_or_refuse(self, step, name, value):
-        """Counts a step that Training.update skipped because of a figure; too many in a row are refused."""
+        """Counts a step that Training.update skipped because of a figure;
+        too many in a row are refused.
+        """
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > (self.max_skipped or 0):
             self.refuse(step, name, value)
         self.record("skipped", step, in_a_row=self.skipped_in_a_row, in_all=self.skipped)
-        self.warn(f"step {step} was skipped, the {name} is {value}; {self.skipped_in_a_row} in a row")
+        self.warn(
+            f"step {step} was skipped, the {name} is {value}; {self.skipped_in_a_row} in a row"
+        )
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; None passes."""
         if value is not None and not math.isfinite(value):
             last = "yet" if self.saved_at is None else f"since step {self.saved_at}"
-            raise NotFinite(f"step {step}: the {name} is {value}; nothing was saved {last}; try a lower --lr")
+            raise NotFinite(
+                f"step {step}: the {name} is {value}; nothing was saved {last}; try a lower --lr"
+            )
 
     def _look_for_spike(self, step, loss):
-        """Warns of a loss far above the mean of SETTLED steps before it, at most once in as many."""
+        """Warns of a loss far above the mean of SETTLED steps before it,
+        at most once in as many.
+        """
         if len(self.recent_losses) == SETTLED:
             mean = statistics.fmean(self.recent_losses)
             z = (loss - mean) / max(statistics.pstdev(self.recent_losses, mean), 1e-6)
             if z > SPIKE:
                 self.recent_losses.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
-                words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step {self.saved_at}"
+                words = (
+                    f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step "
+                    f"{self.saved_at}"
+                )
                 self.warn(f"step {step}: loss {loss:.4f} is {words}")
         self.recent_losses.append(loss)
 
 
 def numbers(name, value):
-    """Yields (path, number) of the finite numbers in a dict, also in dicts in it, such as of extras."""
+    """Yields (path, number) of the finite numbers in a dict, also in dicts in it,
+    such as of extras.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from numbers(f"{name}/{key}", inner)
@@ -371,7 +420,9 @@ def numbers(name, value):
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
-    """Yields the items until stop(). Rank 0 shows a bar on a terminal; bar=False: after SILENT seconds."""
+    """Yields the items until stop(). Rank 0 shows a bar on a terminal;
+    bar=False: after SILENT seconds.
+    """
     rare = {} if bar else dict(delay=SILENT, mininterval=SILENT)
     hidden = not is_rank_0() or not sys.stderr.isatty()
     for item in tqdm(iterable, label, total, leave=False, disable=hidden, **rare):
@@ -381,7 +432,9 @@ def progress(iterable, label, total=None, stop=lambda: False, bar=True):
 
 
 def fitting(parts, droppable):
-    """The parts {name: text} in one line; on a narrow terminal without those that are droppable, in turn."""
+    """The parts {name: text} in one line; on a narrow terminal without
+    those that are droppable, in turn.
+    """
     shown = dict(parts)
     for name in droppable:
         if sys.stdout.isatty() and len(" | ".join(shown.values())) > columns():

@@ -1,4 +1,6 @@
-"""--norms_interval: the RMS of each matrix' weight, gradient and update, to see where a spike comes from."""
+"""--norms_interval: the RMS of each matrix' weight, gradient and update,
+to see where a spike comes from.
+"""
 
 import contextlib
 import functools
@@ -16,10 +18,11 @@ PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # layers that hold 
 
 
 class Norms:
-    """Measures at an interval of steps; no host waits for it, since a line is written when its step is read.
+    """Measures at an interval of steps; no host waits for it, since a line is written when its step
+    is read.
 
-    The update is the difference from a copy of the weights, of each rank's own rows. That lies where the
-    activations lay, which the backward has freed.
+    The update is the difference from a copy of the weights, of each rank's own rows. That lies
+    where the activations lay, which the backward has freed.
     """
 
     def __init__(self, model, cfg, log):
@@ -28,7 +31,9 @@ class Norms:
 
     @contextlib.contextmanager
     def around_update(self, step):
-        """Around an optimizer's step: the weights before it, the gradients that it takes, and its update."""
+        """Around an optimizer's step: the weights before it, the gradients that it takes,
+        and its update.
+        """
         if not self.interval or step % self.interval:
             yield
             return
@@ -47,7 +52,10 @@ class Norms:
         self.log.with_step[step] = functools.partial(self.record, step, parallel.Later(sums))
 
     def squares(self, tensors):
-        """float32 sums of squares, one for each matrix, of this rank's rows. tensors: {weight: its rows}."""
+        """float32 sums of squares, one for each matrix, of this rank's rows.
+
+        tensors: {weight: its rows}.
+        """
         rows = [matrix.rows_in(tensors[matrix.weight]) for matrix in self.matrices.values()]
         if rows[0].is_cpu:  # where `norms` are those of single rows
             return torch.stack([optim.norms([part]).square().sum() for part in rows])
@@ -64,7 +72,9 @@ class Norms:
 
 
 def named_matrices(model, cfg):
-    """{name: optim.Matrix} of trained weights; of more than two dimensions, such as a stack, all in one."""
+    """{name: optim.Matrix} of trained weights;
+    of more than two dimensions, such as a stack, all in one.
+    """
     found = {}
     for name, p in model.named_parameters():
         if not p.requires_grad or p.dim() < 2:

@@ -1,6 +1,8 @@
-"""Resharding: the tensors of a checkpoint, which any number of ranks saved, read by rows on any other number.
+"""Resharding: the tensors of a checkpoint, which any number of ranks saved, read by rows on any
+other number.
 
-Of a sharded model each rank writes its rows into files of its own, whose headers say which rows of how many.
+Of a sharded model each rank writes its rows into files of its own, whose headers say which rows of
+how many.
 """
 
 import json
@@ -16,17 +18,24 @@ from system import files
 
 STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
 STATE |= {"seconds?": files.number, "world_size?": files.count, "evaluated?": (True, False)}
-STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}  # val_loss: a State's score
+# val_loss: a State's score
+STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
 VALUES = {"ranks": files.count, "shards": files.count, "trees": [lambda tree: True]}
 VALUES |= {"of_each_rank": [files.text]}
-TABLES = ("wte.weight", "head.weight", "values.weight")  # ends of names of tensors with a row per token id
+# ends of names of tensors with a row per token id
+TABLES = ("wte.weight", "head.weight", "values.weight")
 
 
 class SavedTensor:
-    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU, saved[...] reads all."""
+    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU,
+    saved[...] reads all.
+    """
 
     def __init__(self, name, parts, rows=None):
-        """parts: [(first row, slice of safetensors)]. rows: the number expected; None: what parts hold."""
+        """parts: [(first row, slice of safetensors)].
+
+        rows: the number expected; None: what parts hold.
+        """
         self.parts = sorted(parts, key=lambda part: part[0])
         starts = []
         ends = [0]
@@ -36,7 +45,9 @@ class SavedTensor:
         if rows is None:
             rows = ends[-1]
         if [*starts, rows] != ends:
-            raise CheckpointError(f"{name}: not each of {rows} rows is there once; is a rank's file gone?")
+            raise CheckpointError(
+                f"{name}: not each of {rows} rows is there once; is a rank's file gone?"
+            )
         _, part = self.parts[0]
         shape = part.get_shape()
         if shape:
@@ -61,7 +72,8 @@ class SavedTensor:
 
 
 def open_folder(folder):
-    """({group: {name: SavedTensor}}, state) of a checkpoint; a group is a file, or a file of each rank.
+    """({group: {name: SavedTensor}}, state) of a checkpoint; a group is a file, or a file of each
+    rank.
 
     state: of state.json, and as "values" that of values.json, which older checkpoints lack.
     """
@@ -92,7 +104,10 @@ def with_prefix(tensors, prefix):
 
 
 def read_state(folder):
-    """state.json of a checkpoint; {} where there is none. Raises CheckpointError if it is damaged."""
+    """state.json of a checkpoint; {} where there is none.
+
+    Raises CheckpointError if it is damaged.
+    """
     path = Path(folder) / "state.json"
     return files.read_json(path, CheckpointError, STATE) if path.exists() else {}
 
@@ -104,9 +119,11 @@ def persistent_buffers(model):
 
 
 def check_model_tensors(model, tensors, may_lack=()):
-    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model, padding rows aside.
+    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model, padding rows
+    aside.
 
-    They are of its parameters and its persistent buffers; may_lack: names of which there may be none.
+    They are of its parameters and its persistent buffers; may_lack: names of which there may be
+    none.
     """
     own = dict(model.named_parameters()) | persistent_buffers(model)
     wrong = []
@@ -119,11 +136,14 @@ def check_model_tensors(model, tensors, may_lack=()):
         if not fits:
             wrong.append(f"{name}: {found}, expected {expected}")
     if wrong:
-        raise CheckpointError(f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)")
+        raise CheckpointError(
+            f"weights do not fit the model: {'; '.join(wrong[:4])} ({len(wrong)} in all)"
+        )
 
 
 def load_model_tensors(model, tensors, may_lack=()):
-    """Copies {name: tensor or SavedTensor}, on each rank its rows; padding rows that they lack are zeros.
+    """Copies {name: tensor or SavedTensor}, on each rank its rows; padding rows that they lack are
+    zeros.
 
     may_lack: names that keep their values where there are none. Returns those that did.
     """

@@ -1,4 +1,6 @@
-"""Where a run starts: afresh in an unused folder, or at a checkpoint, of which everything is restored."""
+"""Where a run starts: afresh in an unused folder, or at a checkpoint,
+of which everything is restored.
+"""
 
 import dataclasses
 import os
@@ -15,8 +17,11 @@ from scale import parallel
 from system import files
 from system.errors import UserError, warn
 
-# settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume, which is told
-FREE = "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup".split()
+# settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume,
+# which is told
+FREE = (
+    "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup"
+).split()
 FREE += "max_skipped_steps precision reduce_dtype overfit eval_tokens".split()
 OLDER = {"ranks": None, "shards": None, "trees": [None], "of_each_rank": []}  # without values.json
 WRITTEN = ("log.jsonl", "config.json", *source.KEPT)  # by a run, in its folder
@@ -40,7 +45,8 @@ class Start:
         self.state = {}
         self.weights = None
         self.evaluated = None  # the step after which all evaluations that were due have run
-        self.saved = None  # the folder, unless it is another run's, or is saved again after the evaluations
+        # the folder, unless it is another run's, or is saved again after the evaluations
+        self.saved = None
         self.wandb_id = None  # of the run that goes on in wandb
         if self.folder:
             self.tensors, self.state = reshard.open_folder(self.folder)
@@ -54,7 +60,9 @@ class Start:
         self.saved_at = self.step if self.saved else None
 
     def check(self, cfg):
-        """Raises UserError unless the checkpoint is of a run with this model, optimizer, dtype and length."""
+        """Raises UserError unless the checkpoint is of a run with this model, optimizer,
+        dtype and length.
+        """
         if not self.folder:
             return
         warn(source.warning(self.folder))  # now: an edited model may not fit the checkpoint
@@ -67,18 +75,28 @@ class Start:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         others = {tensor.dtype for tensor in self.tensors["model"].values()} - {dtype}
         wrong += [f"weights: checkpoint {other}, now {dtype}" for other in others]
-        absent = {"optimizer", "loader", "scaler", "world_size"} - self.state.keys() - self.tensors.keys()
+        absent = (
+            {"optimizer", "loader", "scaler", "world_size"}
+            - self.state.keys()
+            - self.tensors.keys()
+        )
         if cfg.precision == "fp16" and not self.state.get("scaler"):
             absent.add("loss scaler")
         wrong += [f"it has no {name}" for name in sorted(absent)]
         if wrong:
-            more = "give the settings of its run, or begin a new one from its weights with --init_from"
+            more = (
+                "give the settings of its run, or begin a new one from its weights with --init_from"
+            )
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
         if cfg.max_seconds and "seconds" not in self.state:
-            self.warnings.append("an earlier version saved no time of its steps: max_seconds begins anew")
+            self.warnings.append(
+                "an earlier version saved no time of its steps: max_seconds begins anew"
+            )
         by_steps = cfg.max_tokens is None and cfg.max_seconds is None
         if by_steps and self.step > cfg.max_steps and not cfg.dry_run:
-            raise UserError(f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps")
+            raise UserError(
+                f"{self.folder} is beyond max_steps={cfg.max_steps}; try a larger --max_steps"
+            )
 
     def restore(self, state, world):
         """Puts what the checkpoint holds into a train.State that was built with its `weights`."""
@@ -87,7 +105,9 @@ class Start:
             return
         model = state.model
         if not parallel.all_finite(model.parameters(), world.device):
-            raise CheckpointError(f"{self.folder}: weights are inf or NaN; remove it to take the one before")
+            raise CheckpointError(
+                f"{self.folder}: weights are inf or NaN; remove it to take the one before"
+            )
 
         self.warnings += checkpoint.everywhere(partial(self.load_values, state))
         state.scaler.load_state_dict(self.state["scaler"])
@@ -103,8 +123,12 @@ class Start:
             state.tokens = position["rows"] * position["block_size"]
         ranks = self.state["world_size"]
         rng = self.tensors.get("rng", {})
-        if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
-            self.warnings.append(f"saved by {ranks} ranks: random numbers and fp8's scales start afresh")
+        if ranks != world.size or not checkpoint.load_rank_tensors(
+            rng, model, world.rank, world.device
+        ):
+            self.warnings.append(
+                f"saved by {ranks} ranks: random numbers and fp8's scales start afresh"
+            )
         self.tensors = {}  # closes the files
         self.weights = None
 
@@ -132,8 +156,11 @@ class Start:
         return warnings
 
     def prepare_out_dir(self):
-        """On rank 0, not in a dry run: clears out_dir for a new run, and keeps the code of this run in it."""
-        with files.writable(self.out_dir):  # which another run may have made, and filled, since __init__
+        """On rank 0, not in a dry run: clears out_dir for a new run,
+        and keeps the code of this run in it.
+        """
+        # which another run may have made, and filled, since __init__
+        with files.writable(self.out_dir):
             found = checkpoint_folders.folders(self.out_dir)
             if not self.folder and (self.resume == "none" or found):
                 claim(self.out_dir, "none", self.overwrite, dry_run=False)
@@ -173,7 +200,10 @@ class Start:
 
 
 def claim(out_dir, resume, overwrite, dry_run):
-    """The checkpoint to resume from, None for a new run. Raises UserError where another run is in its way."""
+    """The checkpoint to resume from, None for a new run.
+
+    Raises UserError where another run is in its way.
+    """
     found = None
     newest = max(checkpoint_folders.folders(out_dir), default=None)
     if resume == "auto" and any(parallel.gather_objects(newest is not None)):
@@ -181,7 +211,8 @@ def claim(out_dir, resume, overwrite, dry_run):
     elif resume not in ("none", "auto"):
         found = checkpoint_folders.find(resume)
     if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return found  # a process that torchrun started again must not remove what the one before it saved
+        # a process that torchrun started again must not remove what the one before it saved
+        return found
     log = out_dir / "log.jsonl"
     if log.is_symlink() or log.exists() and not log.is_file():
         raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
@@ -193,12 +224,19 @@ def claim(out_dir, resume, overwrite, dry_run):
         wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
     elif resume == "auto":  # a run that was killed before its first checkpoint begins again
         if not found and '"kind": "saved"' in text:
-            wrong = "has a log that names checkpoints, and holds none; bring one back or give another out_dir"
+            wrong = (
+                "has a log that names checkpoints, and holds none; bring one back or give "
+                "another out_dir"
+            )
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
     elif used and found.resolve().parent != out_dir.resolve():
-        wrong = f"holds another run than {found}; try another --out_dir, or --resume=auto for the run there"
-    elif newest and newest.name > found.name and found == Path(resume):  # else the newer ones are damaged
+        wrong = (
+            f"holds another run than {found}; try another --out_dir, or --resume=auto "
+            "for the run there"
+        )
+    # else the newer ones are damaged
+    elif newest and newest.name > found.name and found == Path(resume):
         wrong = f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
     if wrong:
         raise UserError(f"out_dir={out_dir} {wrong}")

@@ -1,8 +1,9 @@
-"""Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens are kept.
+"""Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens
+are kept.
 
-The cache goes around attn.core, as scale/ does, and proves itself on the model as it is, or is left out; the
-model's own forward runs, told the positions of the new tokens, not compiled, on a GPU as one CUDA graph a
-token. Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does, and proves itself on the model as it is, or is left
+out; the model's own forward runs, told the positions of the new tokens, not compiled, on a GPU as
+one CUDA graph a token. Between two steps the model is as it was.
 """
 
 import contextlib
@@ -23,8 +24,12 @@ TRIAL_TOKENS = 512  # of the trial in which a KV cache proves itself
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n strings that continue `prompt`, which they include; each ends at the end of its document."""
-    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model))
+    """n strings that continue `prompt`, which they include;
+    each ends at the end of its document.
+    """
+    ids = torch.tensor(
+        [[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model)
+    )
     found = []
     for row in generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist():
         found.append(tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)))
@@ -32,7 +37,8 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
 
 
 class Printer:
-    """Prints texts as a model writes them, with the settings of a sample.Config; counts tokens and seconds.
+    """Prints texts as a model writes them, with the settings of a sample.Config; counts tokens and
+    seconds.
 
     quiet: prints nothing. It needs the autocast context of the run, also to be made.
     """
@@ -74,7 +80,9 @@ class Printer:
             return
         cfg = self.cfg
         idx = torch.tensor([ids], device=self.device)
-        options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k)
+        options = dict(
+            max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k
+        )
         for new in steps(self.model, idx, seed=seed, cached=self.cache, **options):
             wanted = wanted and new.item() not in self.ends
             if wanted:
@@ -88,9 +96,11 @@ class Printer:
 
 
 def pieces(decode, before, ids):
-    """Yields the text of the ids that follow the list `before`; an incomplete character waits for its rest.
+    """Yields the text of the ids that follow the list `before`; an incomplete character waits for
+    its rest.
 
-    The piece before is decoded again with each new one: some tokenizers drop the space that begins a text.
+    The piece before is decoded again with each new one: some tokenizers drop the space that begins
+    a text.
     """
     new = []
     for i in ids:
@@ -113,14 +123,18 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 
 
 @torch.no_grad()
-def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, lengths=None):
+def steps(
+    model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, lengths=None
+):
     """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
 
-    cached: True, False, or a KVCache. lengths: (B,) int64, of the rows in ids; None: all T. The first step is
-    then behind the shortest row, and yields of the longer ones their own ids, until their ends.
+    cached: True, False, or a KVCache. lengths: (B,) int64, of the rows in ids; None: all T. The
+    first step is then behind the shortest row, and yields of the longer ones their own ids, until
+    their ends.
 
-    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a window of
-    one width: a compiled model sees one shape, and causal attention does not see the zeros on its right.
+    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a
+    window of one width: a compiled model sees one shape, and causal attention does not see the
+    zeros on its right.
     """
     B, T = ids.shape
     limit = model.cfg.block_size
@@ -151,18 +165,22 @@ def draw_token(logits, temperature, top_k, generator):
     """Samples one id a row from logits (B, V) -> (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that a tiny one does not overflow
+    # so that a tiny one does not overflow
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
     shares = logits.softmax(-1)
-    noise = torch.empty_like(shares).exponential_(generator=generator)  # as multinomial, which would wait
+    # as multinomial, which would wait
+    noise = torch.empty_like(shares).exponential_(generator=generator)
     return ids.gather(1, (shares / noise).argmax(-1, keepdim=True)).squeeze(1)
 
 
 @torch.no_grad()
 def make_cache(model, ids, temperature=0, top_k=None, rows=1):
-    """A KVCache; None, with a warning, for an edited model that it does not suit. ids: (T,), of a prompt.
+    """A KVCache; None, with a warning, for an edited model that it does not suit. ids: (T,), of a
+    prompt.
 
-    In a trial the logits of random ids are computed in three pieces, as a cache does, and as a whole.
+    In a trial the logits of random ids are computed in three pieces, as a cache does, and as a
+    whole.
     """
     idx = trial_ids(model.cfg, ids)
     T = idx.size(1)
@@ -181,7 +199,8 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1):
         if not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         return without("a KV cache", reason)
-    most = 0.1 if torch.is_autocast_enabled(idx.device.type) else 0.005  # in bf16 0.02, in float32 1e-6
+    # in bf16 0.02, in float32 1e-6
+    most = 0.1 if torch.is_autocast_enabled(idx.device.type) else 0.005
     if not (torch.cat(found, 1) - expected).std() <= most * expected.std():
         return without("a KV cache", "model.py mixes tokens outside of attn.core")
     graph = False
@@ -194,7 +213,9 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1):
 
 
 def trial_ids(cfg, prompt):
-    """(1, T) random ids for a trial; the first of the prompt, perhaps a separator, comes in between."""
+    """(1, T) random ids for a trial; the first of the prompt, perhaps a separator,
+    comes in between.
+    """
     T = min(cfg.block_size, TRIAL_TOKENS)
     ids = torch.randint(cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
     ids[:, ::10] = prompt[0].item()
@@ -209,8 +230,8 @@ def without(what, reason):
 class KVCache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
-    Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast context, and
-    context_parallel.alone.
+    Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast
+    context, and context_parallel.alone.
     """
 
     def __init__(self, model, rows, use_graph=False, temperature=0, top_k=None):
@@ -222,8 +243,10 @@ class KVCache:
         self.temperature, self.top_k = temperature, top_k
         self.attentions = context_parallel.attentions(model, "a KV cache")
         self.shifts = context_parallel.tokens_before(model)
-        self.before = {}  # {(module, its how many-eth call in a forward): what it was given of each token}
-        self.keys_values = {}  # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}
+        # {(module, its how many-eth call in a forward): what it was given of each token}
+        self.before = {}
+        # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}
+        self.keys_values = {}
         self.calls = Counter()  # of modules in the forward under way
         self.length = 0  # tokens whose keys and values are there
         self.size = 0  # tokens that have room
@@ -235,7 +258,8 @@ class KVCache:
         self.graph = None
 
     def steps(self, ids, known, end, seed, lengths=None):
-        """Yields the ids after the first `known` of ids (B, T), up to `end`, on the host if there is a GPU.
+        """Yields the ids after the first `known` of ids (B, T), up to `end`, on the host if there
+        is a GPU.
 
         lengths: of the rows, see `steps` of this file; None: all are as long as `known`.
         """
@@ -245,7 +269,8 @@ class KVCache:
             self.graph = None
         alike = (self.ids[:, : last + 1] == ids[:, : last + 1]).all(0).cumprod(0).sum()
         first = min(self.length, last, int(alike))
-        stop = min(last + (first - last) % 32, self.model.cfg.block_size)  # in steps of 32, for few shapes
+        # in steps of 32, for few shapes
+        stop = min(last + (first - last) % 32, self.model.cfg.block_size)
         self.make_room(max(stop, end - 1))
         self.length = first
         self.ids[:, : ids.size(1)] = ids
@@ -260,7 +285,9 @@ class KVCache:
         yield from drawn
 
     def make_room(self, tokens):
-        """Room for so many tokens, or up to twice as many: a text that grows takes few new graphs."""
+        """Room for so many tokens, or up to twice as many:
+        a text that grows takes few new graphs.
+        """
         if tokens > self.size:
             self.size = min(1 << (tokens - 1).bit_length(), self.model.cfg.block_size)
             self.graph = None
@@ -268,7 +295,9 @@ class KVCache:
                 self.keys_values[call] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
 
     def step(self):
-        """The next ids, (B,). Before the graph is captured, a step runs as it is, which compiles all."""
+        """The next ids, (B,). Before the graph is captured, a step runs as it is,
+        which compiles all.
+        """
         if self.graph:
             self.graph.replay()
         else:
@@ -276,7 +305,8 @@ class KVCache:
             if self.use_graph:
                 self.graph = torch.cuda.CUDAGraph()
                 self.graph.register_generator_state(self.generator)
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # a run has threads
+                # a run has threads
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.draw()
         self.length += 1
         return self.ids[:, self.length]
@@ -292,14 +322,18 @@ class KVCache:
         self.ids.index_copy_(1, self.position, new)
 
     def forward(self, idx, positions, of=slice(-1, None)):
-        """(B, T) ids at positions (T,), behind those in the cache -> logits `of` some, (B, n, V)."""
+        """(B, T) ids at positions (T,), behind those in the cache ->
+        logits `of` some, (B, n, V).
+        """
         self.calls.clear()
         with self.in_place_of_cores(positions), torch.compiler.set_stance("force_eager"):
             return self.model.logits(idx, of, positions)
 
     @contextlib.contextmanager
     def in_place_of_cores(self, positions):
-        """Within it, `attend` stands in place of each attn.core, and `previous` of each Previous.core."""
+        """Within it, `attend` stands in place of each attn.core,
+        and `previous` of each Previous.core.
+        """
         modules = [*self.attentions, *self.shifts]
         before = [vars(module).get("core") for module in modules]
         for module in self.attentions:
@@ -326,7 +360,9 @@ class KVCache:
         return self.before[call].index_select(-2, positions)
 
     def attend(self, positions, module, core, q, k, v, *options):
-        """attn.core for the tokens at `positions`, q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
+        """attn.core for the tokens at `positions`, q: (B, H, T, D);
+        k, v: (B, H_kv, T, D) -> as q.
+        """
         B, H_kv, T, D = v.shape
         call = module, self.calls[module]  # a block may be used several times
         self.calls[module] += 1
@@ -341,7 +377,8 @@ class KVCache:
         kept.index_copy_(3, positions, torch.stack((k, v)))
         if T > 1 and self.length == 0:
             return core(q, k, v, *options)
-        keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)  # few kernels take groups and a mask
+        # few kernels take groups and a mask
+        keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)
         seen = self.places[: self.size] <= positions[:, None]
         return F.scaled_dot_product_attention(q, keys, values, seen)
 

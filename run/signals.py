@@ -1,8 +1,9 @@
-"""Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with one error.
+"""Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with
+one error.
 
-A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through the
-process group's store: the first error is printed once, and all end with its exit code. Ctrl-C before the
-first step is done, which may have to compile for a minute, ends all at once.
+A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through
+the process group's store: the first error is printed once, and all end with its exit code. Ctrl-C
+before the first step is done, which may have to compile for a minute, ends all at once.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ STORE_GONE = 5  # s without the store after which the run is over: rank 0 or tor
 class Watch(contextlib.ExitStack):
     """`with Watch(world, timeout_s) as watch`: an ExitStack that tells other ranks of an error.
 
-    asked: the first signal that this process got, else 0. stopping: the one at which all ranks stop, else 0.
-    saves: whether what is watched stops by itself after a signal; else that ends it at once.
+    asked: the first signal that this process got, else 0. stopping: the one at which all ranks
+    stop, else 0. saves: whether what is watched stops by itself after a signal; else that ends it
+    at once.
     """
 
     def __init__(self, world, timeout_s, saves=True):
@@ -65,7 +67,8 @@ class Watch(contextlib.ExitStack):
                 descriptor = os.pidfd_open(int(self._store.get(f"process/{peer}")))
                 self._peers[descriptor] = peer
                 self._undo.callback(os.close, descriptor)
-        self._pipe, self._pipe_end = os.pipe()  # gets signals' numbers, also while the main thread is in C++
+        # gets signals' numbers, also while the main thread is in C++
+        self._pipe, self._pipe_end = os.pipe()
         os.set_blocking(self._pipe_end, False)
         self._undo.callback(os.close, self._pipe)
         self._undo.callback(os.close, self._pipe_end)
@@ -75,7 +78,8 @@ class Watch(contextlib.ExitStack):
         self._undo.callback(signal.set_wakeup_fd, wakeup)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a compiler.
+        # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a
+        # compiler.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
@@ -99,12 +103,17 @@ class Watch(contextlib.ExitStack):
         self._moved_at = time.monotonic()
 
     def agreed(self):
-        """Sets `stopping` where any rank got a signal; returns it. All ranks call it: a small all-reduce."""
+        """Sets `stopping` where any rank got a signal; returns it.
+
+        All ranks call it: a small all-reduce.
+        """
         if self.world.size == 1:  # which need not wait for the device
             self.stopping = self.asked
         elif not self.stopping:
             self._moved_at = time.monotonic()
-            own = torch.tensor([float(self.asked == number) for number in SIGNALS], device=self.world.device)
+            own = torch.tensor(
+                [float(self.asked == number) for number in SIGNALS], device=self.world.device
+            )
             for number, ranks in zip(SIGNALS, parallel.sum_over_ranks(own).tolist()):
                 if ranks and not self.stopping:
                     self.stopping = number
@@ -119,9 +128,12 @@ class Watch(contextlib.ExitStack):
         if lost or not self.world.main:
             self._wait(["failed"], 2)  # if another rank tells the cause
         if lost:
-            error = UserError(f"step {self._step}: lost another rank ({lost}; timeout_s={self.timeout_s})")
+            error = UserError(
+                f"step {self._step}: lost another rank ({lost}; timeout_s={self.timeout_s})"
+            )
             error.exit_code = 1
-        self._failing = True  # from here on; until then the thread may still find which rank was lost
+        # from here on; until then the thread may still find which rank was lost
+        self._failing = True
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
         code = getattr(error, "exit_code", 1)
@@ -153,14 +165,18 @@ class Watch(contextlib.ExitStack):
                 time.sleep(0.05)
 
     def _leave_store(self, wait):
-        """Rank 0, whose process may hold the store, waits at an error until the others have read it."""
+        """Rank 0, whose process may hold the store,
+        waits at an error until the others have read it.
+        """
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self.world.rank}", "")
             if wait and self.world.main:
                 self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 8)
 
     def _watch(self):
-        """The thread: signals and ranks that end wake it up, and it looks at the store now and then."""
+        """The thread: signals and ranks that end wake it up,
+        and it looks at the store now and then.
+        """
         poll = select.poll()
         for descriptor in (self._pipe, *self._peers):
             poll.register(descriptor, select.POLLIN)
@@ -181,14 +197,17 @@ class Watch(contextlib.ExitStack):
                 store_seen_at = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen_at > STORE_GONE and not self._closing.is_set():
-                    why = f"the process that holds the ranks' store is gone ({error})".partition("\n")[0]
+                    why = f"the process that holds the ranks' store is gone ({error})".partition(
+                        "\n"
+                    )[0]
                     tell(f"{self._where()}: {why}")
                     leave(1, why, at_once=True)
 
     def _on_signal(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             tell(f"{self._where()}: a second signal")
-            leave(128 + number, "a second signal", at_once=True)  # checkpoints are whole or not there
+            # checkpoints are whole or not there
+            leave(128 + number, "a second signal", at_once=True)
         name = signal.Signals(number).name
         nothing_done = number == signal.SIGINT and self._steps_begun <= 1
         if (nothing_done or not self.saves) and not self._failing:
@@ -247,7 +266,10 @@ def how_lost(error):
     """How a collective lost another rank, in words, if that is what the error says; else None."""
     gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
     if isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
-        return re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S) or "no reason"
+        return (
+            re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
+            or "no reason"
+        )
     return None
 
 
@@ -270,7 +292,9 @@ def errors_explained(cfg, world):
         raise UserError(f"remat={cfg.remat}: {why} {hint}") from None
     except RuntimeError as error:
         if "Sharding propagation failed" in str(error):
-            what = f"parallel={cfg.parallel}: an operation does not run on rows of a tensor (DTensor)"
+            what = (
+                f"parallel={cfg.parallel}: an operation does not run on rows of a tensor (DTensor)"
+            )
             why = str(error).strip().partition("\n")[0][:200]
             raise UserError(f"{what}, such as an optimizer's ({why}); try --parallel=ddp") from None
         if "mixed torch.Tensor and DTensor" in str(error):

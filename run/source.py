@@ -1,7 +1,8 @@
-"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each checkpoint.
+"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each
+checkpoint.
 
-train.py imports this file before those whose import takes seconds: it notes the sources as they are when the
-process begins, and `check` tells whether a file was edited before it was imported.
+train.py imports this file before those whose import takes seconds: it notes the sources as they are
+when the process begins, and `check` tells whether a file was edited before it was imported.
 """
 
 import hashlib
@@ -14,7 +15,8 @@ from system.errors import UserError
 
 HERE = Path(__file__).parent.parent
 COPIED = ("model.py", "kernels.py")
-KEPT = ("source.json", *COPIED)  # in this order: copies without source.json beside them are a user's own
+# in this order: copies without source.json beside them are a user's own
+KEPT = ("source.json", *COPIED)
 FOLDERS = (".", "corpus", "fast", "measure", "run", "scale", "system")
 
 
@@ -34,7 +36,9 @@ _imported = set()  # files that `check` has seen
 
 
 def check():
-    """Raises UserError for a file, imported since the last call, that was edited after the process began."""
+    """Raises UserError for a file, imported since the last call,
+    that was edited after the process began.
+    """
     names = set()
     for path in imported_files():
         if path.is_relative_to(HERE):
@@ -62,7 +66,9 @@ def imported():
     """SHA-256 of the imported code but Python's own: a package's RECORD, any other file's bytes."""
     library = Path(hashlib.__file__).parent
     site = Path(sys.modules["torch"].__file__).parents[1]
-    records = sorted(found.read_text("RECORD") or "" for found in metadata.distributions(path=[str(site)]))
+    records = sorted(
+        found.read_text("RECORD") or "" for found in metadata.distributions(path=[str(site)])
+    )
     code = hashlib.sha256("".join(records).encode())
     for path in sorted(imported_files()):
         if path.suffix == ".py" and path.is_file() and not {library, site} & {*path.parents}:
@@ -71,7 +77,10 @@ def imported():
 
 
 def record(out_dir):
-    """Writes the code that this process runs into out_dir. Raises OSError, and UserError as `check`."""
+    """Writes the code that this process runs into out_dir.
+
+    Raises OSError, and UserError as `check`.
+    """
     check()
     files.write_json(Path(out_dir) / "source.json", {"files": BEGAN})
     for name, data in COPIES.items():
@@ -79,11 +88,19 @@ def record(out_dir):
 
 
 def warning(folder):
-    """How model.py, kernels.py and fast/ differ from what a run's or checkpoint's folder keeps, or None."""
+    """How model.py, kernels.py and fast/ differ from what a run's or
+    checkpoint's folder keeps, or None.
+    """
     try:
-        then = files.read_json(Path(folder) / "source.json", form={"files": {str: files.sha256}})["files"]
+        then = files.read_json(Path(folder) / "source.json", form={"files": {str: files.sha256}})[
+            "files"
+        ]
     except UserError:
         return None
     changed = (path for path in sorted(then | BEGAN) if then.get(path) != BEGAN.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
-    return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it" if found else None
+    return (
+        f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it"
+        if found
+        else None
+    )

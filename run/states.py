@@ -1,9 +1,11 @@
-"""What an optimizer and a run's own objects hold, as tensors and JSON; made again from them, of any type.
+"""What an optimizer and a run's own objects hold, as tensors and JSON; made again from them, of any
+type.
 
-A value is a tensor, a number, a text, True, False, None, or a list, tuple or dict of values. JSON holds it as
-it is, but for {"tensor": its name, ...}, {"parameter": name}, {"float": text} and {"tuple", "size", "dict" or
-"ordered": items}. Tensors of a parameter's shape, and DTensors, are saved and read by rows on any number of
-ranks. Others are a rank's own: saved once where they are bitwise the same on all ranks, else by each rank.
+A value is a tensor, a number, a text, True, False, None, or a list, tuple or dict of values. JSON
+holds it as it is, but for {"tensor": its name, ...}, {"parameter": name}, {"float": text} and
+{"tuple", "size", "dict" or "ordered": items}. Tensors of a parameter's shape, and DTensors, are
+saved and read by rows on any number of ranks. Others are a rank's own: saved once where they are
+bitwise the same on all ranks, else by each rank.
 """
 
 import hashlib
@@ -29,7 +31,11 @@ PLAIN = (type(None), bool, int, float, str)
 SET_BY_THE_LOOP = {"params", "lr", "factor"}
 # attributes of PyTorch's optimizers that are no state of theirs
 PYTORCHS = {"defaults", "state", "param_groups", "found_inf", "grad_scale", "as_made"}
-PYTORCHS |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
+PYTORCHS |= {
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+    "_warned_capturable_if_run_uncaptured",
+}
 
 
 class CheckpointError(UserError):
@@ -39,7 +45,8 @@ class CheckpointError(UserError):
 class Packer:
     """Makes JSON of values and collects their tensors.
 
-    by_rows: {name: tensor} of those that any number of ranks may read by rows; others: a rank's own.
+    by_rows: {name: tensor} of those that any number of ranks may read by rows; others: a rank's
+    own.
     """
 
     def __init__(self, model):
@@ -52,7 +59,9 @@ class Packer:
         self.checked = []  # what must be finite
 
     def pack(self, value, name, like=None):
-        """The JSON of a value. name: of its tensors; like: the parameter that it belongs to, if to one."""
+        """The JSON of a value. name: of its tensors;
+        like: the parameter that it belongs to, if to one.
+        """
         kind = type(value)
         if torch.is_tensor(value):
             return self.pack_tensor(value, name, like)
@@ -67,7 +76,11 @@ class Packer:
             return items if kind is list else {KINDS[kind]: items}
         if kind in MAPPINGS.values() and not any(torch.is_tensor(key) for key in value):
             pairs = value.items()
-            return {KINDS[kind]: [[self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs]}
+            return {
+                KINDS[kind]: [
+                    [self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs
+                ]
+            }
         holds = "tensors, numbers, texts, lists, tuples and dicts without tensors as keys"
         raise CheckpointError(f"{name} is of type {kind.__name__}: a checkpoint holds {holds}")
 
@@ -108,7 +121,9 @@ class Packer:
 
 
 def pack_optimizer(optimizer, packer):
-    """The JSON of an optimizer: states, and what of its groups and attributes its own steps have changed."""
+    """The JSON of an optimizer: states, and what of its groups and
+    attributes its own steps have changed.
+    """
     found = []
     for number, part in enumerate(parts_of(optimizer)):
         at = f"{number}." if number else ""
@@ -146,7 +161,9 @@ def load_optimizer(optimizer, unpacker):
     was = [of_part["type"] for of_part in packed]
     now = [type(part).__name__ for part in parts]
     if was != now:
-        raise CheckpointError(f"{unpacker.what} are of {', '.join(was)}, now it is {', '.join(now)}")
+        raise CheckpointError(
+            f"{unpacker.what} are of {', '.join(was)}, now it is {', '.join(now)}"
+        )
     for part, of_part in zip(parts, packed):
         load_part(part, unpacker, of_part)
     for name in sorted(unpacker.tensors.keys() - unpacker.made.keys()):
@@ -168,7 +185,9 @@ def load_part(optimizer, unpacker, packed):
     attributes, *groups = attributes_and_groups(optimizer)
     found = unpacker.unpack(packed["groups"], there=groups)
     if any(found) and len(found) != len(optimizer.param_groups):
-        raise unpacker.misfit(f"{len(found)} groups of parameters, now {len(optimizer.param_groups)}")
+        raise unpacker.misfit(
+            f"{len(found)} groups of parameters, now {len(optimizer.param_groups)}"
+        )
     for group, values in zip(optimizer.param_groups, found):
         group.update(values)
     for name, value in unpacker.unpack(packed["attributes"], there=attributes).items():
@@ -176,7 +195,9 @@ def load_part(optimizer, unpacker, packed):
 
 
 def packed_of_older(parts, unpacker):
-    """What pack_optimizer had found, of a checkpoint without JSON: {"<parameter>.<state>": tensor}."""
+    """What pack_optimizer had found, of a checkpoint without JSON:
+    {"<parameter>.<state>": tensor}.
+    """
     found = []
     owner = {}  # {parameter: its optimizer's states}
     for part in parts:
@@ -207,7 +228,10 @@ def pack_own(own, packer):
 
 
 def load_own(own, unpacker):
-    """Fills State.own in place; tensors, lists and dicts stay the same objects. Returns warnings."""
+    """Fills State.own in place; tensors, lists and dicts stay the same objects.
+
+    Returns warnings.
+    """
     packed = unpacker.packed or {}
     words = []
     for name in sorted(own.keys() | packed.keys()):
@@ -224,7 +248,9 @@ def load_own(own, unpacker):
 
 
 def attributes_and_groups(optimizer):
-    """[{name: value} of the attributes, of the first group, ...], without what PyTorch and the loop set."""
+    """[{name: value} of the attributes, of the first group, ...],
+    without what PyTorch and the loop set.
+    """
     found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
     for group in optimizer.param_groups:
         found.append({k: v for k, v in group.items() if k not in SET_BY_THE_LOOP})
@@ -232,7 +258,9 @@ def attributes_and_groups(optimizer):
 
 
 def is_state(value):
-    """Whether an attribute may be a state of the optimizer: a value, and none that holds parameters."""
+    """Whether an attribute may be a state of the optimizer:
+    a value, and none that holds parameters.
+    """
     kind = type(value)
     if kind in MAPPINGS.values():
         return all(is_state(key) and is_state(item) for key, item in value.items())
@@ -260,7 +288,9 @@ def changed_by_steps(optimizer):
 
 
 def fingerprint(value):
-    """A text that tells two values apart, by the bytes of their tensors; of DTensors those of this rank."""
+    """A text that tells two values apart, by the bytes of their tensors;
+    of DTensors those of this rank.
+    """
 
     def of_tensor(tensor):
         data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
@@ -270,7 +300,8 @@ def fingerprint(value):
 
 
 def shared_and_own(packed, packer, model):
-    """(JSON of values.json, {name: tensor} that all ranks have, of this rank alone) of what was packed.
+    """(JSON of values.json, {name: tensor} that all ranks have, of this rank alone) of what was
+    packed.
 
     All ranks call it. Raises CheckpointError where they do not hold the same tensors by rows.
     """
@@ -311,7 +342,9 @@ class Unpacker:
     """
 
     def __init__(self, what, saved, tensors, model):
-        """what: in words, for errors; saved: shared_and_own's JSON; tensors: {name: SavedTensor}."""
+        """what: in words, for errors; saved: shared_and_own's JSON;
+        tensors: {name: SavedTensor}.
+        """
         rank, ranks = parallel.rank_and_size()
         self.what = what
         self.tensors = tensors
@@ -333,7 +366,9 @@ class Unpacker:
         return CheckpointError(f"{self.what} do not fit the model: {why}")
 
     def unpack(self, node, like=None, there=None):
-        """The value. like: the parameter that it belongs to; there: what is in its place, to be filled."""
+        """The value. like: the parameter that it belongs to;
+        there: what is in its place, to be filled.
+        """
         if isinstance(node, list):
             node = {"list": node}
         if not isinstance(node, dict):
@@ -392,11 +427,17 @@ class Unpacker:
         if isinstance(beside, DTensor) and "shape" not in node:
             mesh = beside.device_mesh
             places = [Replicate()] * mesh.ndim if node.get("whole") else beside.placements
-            made = distributed.empty(saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=places)
+            made = distributed.empty(
+                saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=places
+            )
             return made.to(device)
         fits = self.portable or saved.shape.numel() <= 1 or self.shards == self.shards_now
         if "shape" in node and not fits:
-            why = f"{self.what}: {node['tensor']} {tuple(saved.shape)} has not the parameter's shape"
+            why = (
+                f"{self.what}: {node['tensor']} {tuple(saved.shape)} has not the parameter's shape"
+            )
             before = f"saved by a model among {self.shards} ranks"
-            raise CheckpointError(f"{why}; {before}, it can go on so alone, not among {self.shards_now}")
+            raise CheckpointError(
+                f"{why}; {before}, it can go on so alone, not among {self.shards_now}"
+            )
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)

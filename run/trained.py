@@ -1,4 +1,6 @@
-"""Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights, for the scripts."""
+"""Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights,
+for the scripts.
+"""
 
 import os
 from dataclasses import replace
@@ -19,7 +21,8 @@ def load(cfg):
     if cfg.parallel == "fsdp" and not launched():
         raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
-    parallel.barrier()  # all have connected: a rank that ends on a mistake below breaks no other's connection
+    # all have connected: a rank that ends on a mistake below breaks no other's connection
+    parallel.barrier()
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
     model, name = load_model(cfg, world, precision)
@@ -33,7 +36,9 @@ def load(cfg):
 
 
 def load_model(cfg, world, precision):
-    """(model, its tokenizer's name or file), with weights in bf16 for that precision, else in float32."""
+    """(model, its tokenizer's name or file), with weights in bf16 for that precision,
+    else in float32.
+    """
     if cfg.checkpoint is None:
         tensors, shape, name = hf.open_hf(cfg.pretrained)
     else:
@@ -47,11 +52,15 @@ def other(cfg):
     if not cfg.against:
         return None
     if not os.path.isdir(cfg.against):
-        raise UserError(f"against={cfg.against}: no such folder; expected a run's or a checkpoint's")
+        raise UserError(
+            f"against={cfg.against}: no such folder; expected a run's or a checkpoint's"
+        )
     return replace(cfg, checkpoint=cfg.against, pretrained=None)
 
 
 def folders(cfg, tokenizer):
-    """Where Hugging Face's files may lie: beside the tokenizer, if it is a file, and beside the weights."""
+    """Where Hugging Face's files may lie: beside the tokenizer, if it is a file,
+    and beside the weights.
+    """
     weights = hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)
     return [tokenizer.folder, weights] if tokenizer.folder else [weights]

@@ -1,14 +1,15 @@
-"""Activation checkpointing: blocks keep little of their forward and compute it again in the backward.
+"""Activation checkpointing: blocks keep little of their forward and compute it again in the
+backward.
 
---remat=selective  keeps all but the inside of the MLP, whose wide tensors are most of the activations
+--remat=selective  keeps all but the inside of the MLP, whose wide tensors are most of them
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
---remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); costs another forward of it
---remat=attention  keeps attention's output besides: what grows with the square of the context runs once
+--remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); runs it twice
+--remat=attention  keeps attention's output too: what grows with the context's square runs once
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory
 
-The block's own forward runs twice, with the states of torch's, numpy's and Python's random numbers replayed,
-so that any edit of it is right.
+The block's own forward runs twice, with the states of torch's, numpy's and Python's random numbers
+replayed, so that any edit of it is right.
 """
 
 import contextlib
@@ -16,7 +17,11 @@ import functools
 import math
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import kernels
 from fast import forms
@@ -36,7 +41,9 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
 
 
 def apply(model, cfg, device_type="cpu"):
-    """Puts cfg.remat around each cfg.remat_every-th block, from the first; results do not change."""
+    """Puts cfg.remat around each cfg.remat_every-th block, from the first;
+    results do not change.
+    """
     if cfg.remat == "attention" and device_type != "cpu":
         in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
         if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
@@ -63,7 +70,9 @@ def part_of(block, name, core=None):
     part = getattr(block, name, None)
     if not hasattr(part, "core") or core not in (None, part.core):
         what = "another" if hasattr(part, "core") else "none"
-        raise UserError(f"this remat wraps {name}.core, and model.py's block has {what}; try --remat=block")
+        raise UserError(
+            f"this remat wraps {name}.core, and model.py's block has {what}; try --remat=block"
+        )
     return part
 
 
@@ -92,7 +101,9 @@ class CheckpointedBlock:
             first, again = generators.replay()
             if self.attention is None:
                 return first, again
-            return self.attention.use(results, True, first), self.attention.use(results, False, again)
+            return self.attention.use(results, True, first), self.attention.use(
+                results, False, again
+            )
 
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
@@ -103,7 +114,9 @@ class CheckpointedBlock:
 
 
 class KeptAttention:
-    """attn.core that runs once: its results are recorded in the block's forward, for the recomputation."""
+    """attn.core that runs once: its results are recorded in the block's forward,
+    for the recomputation.
+    """
 
     def __init__(self, core, store):
         self.core, self.store = core, store
@@ -131,7 +144,9 @@ class KeptAttention:
 
 
 class AttentionOnce(torch.autograd.Function):
-    """Attention without dropout, computed once; saves q, k and v alone, since its results are kept apart."""
+    """Attention without dropout, computed once;
+    saves q, k and v alone, since its results are kept apart.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, backend, attention):
@@ -158,7 +173,11 @@ class AttentionOnce(torch.autograd.Function):
             dy = torch.empty_like(out).copy_(dy)
         inputs = dy, q, k, v, out, lse
         if not q.is_cuda:
-            return *aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True), None, None
+            return (
+                *aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True),
+                None,
+                None,
+            )
         *lengths, seed, offset = small
         if ctx.backend == "cudnn":
             backward = aten._scaled_dot_product_cudnn_attention_backward
@@ -178,7 +197,9 @@ def attention_results(q, k, v, backend):
 
 
 class RecomputedMLP:
-    """mlp.core that keeps its input and computes the rest again in the backward; `tile`: tokens at a time."""
+    """mlp.core that keeps its input and computes the rest again in the backward;
+    `tile`: tokens at a time.
+    """
 
     def __init__(self, core, tile):
         self.core, self.tile = core, tile
@@ -189,12 +210,15 @@ class RecomputedMLP:
 
         if self.tile is not None:
             parts = [part for part in (up, activation, down) if isinstance(part, torch.nn.Module)]
-            return self.tiled(x, run, [p for part in parts for p in part.parameters() if p.requires_grad])
+            return self.tiled(
+                x, run, [p for part in parts for p in part.parameters() if p.requires_grad]
+            )
         if not torch.is_grad_enabled():
             return run(x)
         if torch.compiler.is_compiling():
             return checkpoint(run, x, use_reentrant=False, **RECOMPUTE_ALL)
-        # not when compiled: run/build.py refuses blocks that draw numpy's or Python's random numbers then
+        # not when compiled: run/build.py refuses blocks that draw numpy's or Python's random
+        # numbers then
         return checkpoint(run, x, use_reentrant=False, context_fn=generators.replay)
 
     @torch.compiler.disable
@@ -210,7 +234,8 @@ class RecomputedMLP:
 
 
 class ForwardInTiles(torch.autograd.Function):
-    """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the rest.
+    """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the
+    rest.
 
     Apart, so that a checkpointed block saves x before the MLP runs: its recomputation stops there.
     """
@@ -225,13 +250,18 @@ class ForwardInTiles(torch.autograd.Function):
 
 
 class RecomputeInTiles(torch.autograd.Function):
-    """Identity of x: (B, T, C); its backward runs an MLP again, tile by tile, and differentiates it."""
+    """Identity of x: (B, T, C); its backward runs an MLP again, tile by tile,
+    and differentiates it.
+    """
 
     @staticmethod
     def forward(ctx, x, run, tiles, *parameters):
         ctx.save_for_backward(x)
         ctx.run, ctx.tiles, ctx.parameters = run, tiles, parameters
-        ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        ctx.autocast = (
+            torch.is_autocast_enabled(x.device.type),
+            torch.get_autocast_dtype(x.device.type),
+        )
         ctx.states = generators.states(x.device)
         return x.view_as(x)
 
@@ -241,7 +271,8 @@ class RecomputeInTiles(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         dx = torch.empty_like(x)
         sums = [None] * len(ctx.parameters)
-        # without autocast's cache, which would hand a tile the casts, and the freed graph, of the tile before
+        # without autocast's cache, which would hand a tile the casts, and the freed graph, of the
+        # tile before
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
         with autocast, generators.kept(x.device), torch.enable_grad():
             generators.restore(ctx.states, x.device)  # as in the forward, until the end
@@ -249,10 +280,14 @@ class RecomputeInTiles(torch.autograd.Function):
                 xt = x[:, t].detach().requires_grad_()
                 out = ctx.run(xt)
                 dy = dout[:, t].to(out.dtype)
-                dx[:, t], *grads = torch.autograd.grad(out, [xt, *ctx.parameters], dy, allow_unused=True)
+                dx[:, t], *grads = torch.autograd.grad(
+                    out, [xt, *ctx.parameters], dy, allow_unused=True
+                )
                 del out
-                for i, grad in enumerate(grads):  # summed in float32, whatever the parameter's dtype
-                    if grad is not None:  # an edit's layer may have a parameter that its forward does not use
+                # summed in float32, whatever the parameter's dtype
+                for i, grad in enumerate(grads):
+                    # an edit's layer may have a parameter that its forward does not use
+                    if grad is not None:
                         sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
         for i, parameter in enumerate(ctx.parameters):
             if sums[i] is not None:

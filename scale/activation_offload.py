@@ -1,4 +1,6 @@
-"""Keeps what checkpointed blocks need for their backward, with --remat_offload in pinned host memory."""
+"""Keeps what checkpointed blocks need for their backward,
+with --remat_offload in pinned host memory.
+"""
 
 import collections
 import contextlib
@@ -29,9 +31,9 @@ class KeptTensor:
 class ActivationStore:
     """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
 
-    Copies have their own stream: a block's tensors go out during the next block's forward and come back
-    during the backward of the block after it, so that the device holds those of two. Host buffers are used
-    again.
+    Copies have their own stream: a block's tensors go out during the next block's forward and come
+    back during the backward of the block after it, so that the device holds those of two. Host
+    buffers are used again.
     """
 
     def __init__(self, offload):
@@ -46,9 +48,11 @@ class ActivationStore:
         self.current = BlockActivations(weakref.ref(self.current))
         if self.offload:
             self.leaving.append(self.current)
-        while len(self.leaving) > 2:  # of the block before, the copy to the host may still be under way
+        # of the block before, the copy to the host may still be under way
+        while len(self.leaving) > 2:
             activations = self.leaving.popleft()
-            if activations.ready is not None:  # frees the tensors for work that comes after the copies
+            # frees the tensors for work that comes after the copies
+            if activations.ready is not None:
                 torch.cuda.current_stream().wait_event(activations.ready)
             for kept in activations.members:
                 kept.tensor = None
@@ -84,12 +88,15 @@ class ActivationStore:
         with self.copying(activations):
             for kept in activations.members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                self.buffers[layout(kept.host)].append(kept.host)  # a later copy into it waits in this stream
+                # a later copy into it waits in this stream
+                self.buffers[layout(kept.host)].append(kept.host)
         activations.on_device = True
 
     @contextlib.contextmanager
     def copying(self, activations):
-        """On CUDA: in the copies' stream, which waits for what was computed; then they are ready."""
+        """On CUDA: in the copies' stream, which waits for what was computed;
+        then they are ready.
+        """
         if self.device.type != "cuda":
             yield
             return
@@ -109,7 +116,8 @@ def layout(tensor):
 def host_like(tensor):
     """Host memory for a tensor's values, pinned if they are on a GPU.
 
-    PyTorch's pinned memory is in blocks of a power of two, in which 3 GiB take 4: large ones are pinned here.
+    PyTorch's pinned memory is in blocks of a power of two, in which 3 GiB take 4: large ones are
+    pinned here.
     """
     if tensor.is_cuda and tensor.nbytes < memory.PINNED_EXACTLY:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -1,13 +1,16 @@
-"""AdamW with moments in 8 bits: 2.03 bytes of optimizer state a weight, where float32 moments take 8.
+"""AdamW with moments in 8 bits: 2.03 bytes of optimizer state a weight, where float32 moments take
+8.
 
-After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last dimension, each
-with a float32 scale. A code is a float32's exponent and three bits of mantissa, counted down from those of
-the group's largest: shifts encode and decode, alike on every device, and a group with a new scale keeps its
-values. The second moment reaches down to 2^-32 of the largest; its root and the first moment, to 2^-16.
+After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last
+dimension, each with a float32 scale. A code is a float32's exponent and three bits of mantissa,
+counted down from those of the group's largest: shifts encode and decode, alike on every device, and
+a group with a new scale keeps its values. The second moment reaches down to 2^-32 of the largest;
+its root and the first moment, to 2^-16.
 
-Both are rounded stochastically, or a second moment that loses 5% a step could stay for ever. So are bfloat16
-weights, since updates below 2^-9 of one would be lost (https://arxiv.org/abs/2010.06192). The random numbers
-are a hash of seed, step, tensor and element: alike for any number of ranks and in a resumed run.
+Both are rounded stochastically, or a second moment that loses 5% a step could stay for ever. So are
+bfloat16 weights, since updates below 2^-9 of one would be lost (https://arxiv.org/abs/2010.06192).
+The random numbers are a hash of seed, step, tensor and element: alike for any number of ranks and
+in a resumed run.
 """
 
 import hashlib
@@ -24,20 +27,23 @@ try:
 except ImportError:
     triton = None
 
-SMALL = 4096  # elements: smaller tensors, and vectors, have float32 moments and in bf16 a float32 master copy
+# elements: smaller tensors, and vectors, have float32 moments and in bf16 a float32 master copy
+SMALL = 4096
 GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
-M_LEVELS, V_LEVELS = 127, 255  # the code of a group's largest first and second moment; code 0 is zero
+# the code of a group's largest first and second moment; code 0 is zero
+M_LEVELS, V_LEVELS = 127, 255
 LEAST = 8  # exponent and mantissa bits of the smallest normal float32: no code stands for less
 MASK = 0xFFFFFFFF
 TILE, WARPS = 4, 4  # groups per program of the kernel: one per warp
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16 weights.
+    """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16
+    weights.
 
-    State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols) uint8 and
-    m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
+    State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols)
+    uint8 and m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
     """
 
     knows_found_inf = True
@@ -45,7 +51,9 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed
-        self.numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        self.numbers = {
+            p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])
+        }
         self.state.update((p, new_state(p)) for p in self.numbers)
 
     @torch.no_grad()
@@ -121,17 +129,23 @@ def new_state(p):
     return state
 
 
-def update_torch(w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps):
-    """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in place.
+def update_torch(
+    w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps
+):
+    """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in
+    place.
 
-    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of random_key.
+    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of
+    random_key.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g = grouped(m.int()), grouped(g.float())
     mean = decoded(codes & M_LEVELS, m_scale, M_LEVELS)
     mean = torch.where(codes > M_LEVELS, -mean, mean) * beta1 + g * rest1
     square = decoded(grouped(v.int()), v_scale, V_LEVELS) * beta2 + g * g * rest2
-    weight = rounded(grouped(w.float()) * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype)
+    weight = rounded(
+        grouped(w.float()) * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype
+    )
     m_codes, m_top = encoded(mean.abs(), noise_m, M_LEVELS, True)
     m_codes += torch.signbit(mean) * (M_LEVELS + 1)
     v_codes, v_top = encoded(square, noise_v, V_LEVELS, False)
@@ -153,10 +167,12 @@ def decoded(codes, scale, levels):
 
 
 def encoded(x, noise, levels, to_zero):
-    """(int32 codes, scale) of magnitudes x: (..., GROUP), rounded with SHIFT bits of `noise` an element.
+    """(int32 codes, scale) of magnitudes x: (..., GROUP), rounded with SHIFT bits of `noise` an
+    element.
 
-    A value below the smallest code's becomes, with to_zero, that code or zero at random; else always that
-    code: a second moment of zero beside a first that is not zero would make Adam's update arbitrarily large.
+    A value below the smallest code's becomes, with to_zero, that code or zero at random; else
+    always that code: a second moment of zero beside a first that is not zero would make Adam's
+    update arbitrarily large.
     """
     steps = (x.view(torch.int32) + noise) >> SHIFT
     top = steps.amax(-1).clamp(min=LEAST + levels)
@@ -167,7 +183,9 @@ def encoded(x, noise, levels, to_zero):
 
 
 def rounded(x, noise, dtype):
-    """float32 x as `dtype`; to bfloat16 it is rounded stochastically with 16 bits of `noise` an element."""
+    """float32 x as `dtype`; to bfloat16 it is rounded stochastically
+    with 16 bits of `noise` an element.
+    """
     if dtype != torch.bfloat16:
         return x
     return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(dtype)
@@ -175,11 +193,16 @@ def rounded(x, noise, dtype):
 
 def random_key(*numbers):
     """31 pseudo-random bits, the same for the same integers."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
+        >> 1
+    )
 
 
 def noises(first, rows, cols, key, device):
-    """Three (rows, cols) int32 tensors of 20, 20 and 16 random bits, for a tensor's rows from `first` on."""
+    """Three (rows, cols) int32 tensors of 20, 20 and 16 random bits,
+    for a tensor's rows from `first` on.
+    """
     row = torch.arange(first, first + rows, device=device).unsqueeze(1)
     index = row * cols + torch.arange(cols, device=device)
     a = mixed((index * 0x9E3779B1 & MASK) ^ key)
@@ -188,18 +211,24 @@ def noises(first, rows, cols, key, device):
 
 
 def mixed(h):
-    """Murmur3's finaliser on 32 bits held in int64: every bit of the result depends on every bit of h."""
+    """Murmur3's finaliser on 32 bits held in int64:
+    every bit of the result depends on every bit of h.
+    """
     h = (h ^ h >> 16) * 0x85EBCA6B & MASK
     h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
     return h ^ h >> 16
 
 
 def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
-    """update_torch as one kernel, which moves 10 bytes a bfloat16 weight; float32's last bits may differ."""
+    """update_torch as one kernel, which moves 10 bytes a bfloat16 weight;
+    float32's last bits may differ.
+    """
     groups = m_scale.numel()
     sizes = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=w.dtype.itemsize == 2, TILE=TILE)
     grid = (math.ceil(groups / TILE),)
-    _update[grid](w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **sizes, num_warps=WARPS)
+    _update[grid](
+        w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **sizes, num_warps=WARPS
+    )
 
 
 if triton is not None:
@@ -208,8 +237,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["groups", "first", "key"])
     def _update(
-        w, g, m, m_scale, v, v_scale, groups, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps,
-        COLS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr, TILE: tl.constexpr,
+        w, g, m, m_scale, v, v_scale, groups, first, key, keep, rate, beta1, rest1, beta2, rest2,
+        root, eps, COLS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr,
+        TILE: tl.constexpr,
     ):  # fmt: skip
         group = tl.program_id(0) * TILE + tl.arange(0, TILE)
         here = group < groups
@@ -233,7 +263,9 @@ if triton is not None:
         weight = weight * keep - mean / (tl.sqrt(square) * root + eps) * rate
         if ROUND:
             noise_w = (((a & 255) << 8) | (b & 255)).to(tl.int32)
-            weight = ((weight.to(tl.int32, bitcast=True) + noise_w) & -65536).to(tl.float32, bitcast=True)
+            weight = ((weight.to(tl.int32, bitcast=True) + noise_w) & -65536).to(
+                tl.float32, bitcast=True
+            )
         tl.store(w + at, weight.to(w.dtype.element_ty), mask=inside)
         sign = (mean.to(tl.int32, bitcast=True) >> 24) & (M_TOP + 1)
         size, top = _encoded(tl.abs(mean), noise_m, M_TOP, True)

@@ -1,9 +1,11 @@
-"""Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some tokens.
+"""Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some
+tokens.
 
-Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a rank has all
-tokens of some heads, and one after it reverses that (Ulysses, https://arxiv.org/abs/2309.14509); and
-model.Previous, for which a rank has its first token's from the rank before. They are data-parallel ranks to
-gradients. An edit that mixes tokens outside attn.core is refused, see `prove`.
+Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a
+rank has all tokens of some heads, and one after it reverses that (Ulysses,
+https://arxiv.org/abs/2309.14509); and model.Previous, for which a rank has its first token's from
+the rank before. They are data-parallel ranks to gradients. An edit that mixes tokens outside
+attn.core is refused, see `prove`.
 """
 
 import contextlib
@@ -42,7 +44,9 @@ def apply(model, cfg, world):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
     N = cfg.context_parallel
     limit = parallel.time_limit(cfg.timeout_s)
-    groups = [torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)]
+    groups = [
+        torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)
+    ]
     rank = world.rank % N
     after_another = torch.tensor(float(rank > 0), device=world.device)
     wrap(model, ContextRanks(groups[world.rank // N], rank, N, after_another))
@@ -59,7 +63,9 @@ def wrap(model, ranks):
 
 
 def attentions(model, setting, any_core=False):
-    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError; any_core: any Attention."""
+    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError;
+    any_core: any Attention.
+    """
 
     def suits(module):
         core = innermost(getattr(module, "core", None))
@@ -67,7 +73,10 @@ def attentions(model, setting, any_core=False):
 
     for i, block in enumerate(model.blocks):
         if not any(map(suits, block.modules())):
-            why = f"{setting} goes around attn.core, kernels.attention, and block {i} of model.py has none"
+            why = (
+                f"{setting} goes around attn.core, kernels.attention, and block {i} of "
+                "model.py has none"
+            )
             raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
 
@@ -86,7 +95,9 @@ def innermost(core):
 
 @contextlib.contextmanager
 def alone(model, names=("context_ranks", "documents")):
-    """Within it, each rank has whole, separate rows, each of one document: for HellaSwag and samples."""
+    """Within it, each rank has whole, separate rows, each of one document:
+    for HellaSwag and samples.
+    """
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [part.on for part in parts]
     for part in parts:
@@ -99,7 +110,9 @@ def alone(model, names=("context_ranks", "documents")):
 
 
 class Ulysses:
-    """attn.core between two all-to-alls. A core with a parameter `heads` is told which heads of q it has."""
+    """attn.core between two all-to-alls. A core with a parameter
+    `heads` is told which heads of q it has.
+    """
 
     def __init__(self, core, ranks):
         self.core, self.ranks = core, ranks
@@ -115,18 +128,23 @@ class Ulysses:
             return y
         if q.size(-1) != v.size(-1):
             widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
-            raise UserError(f"context_parallel={N} exchanges heads of one width, attention has {widths}")
+            raise UserError(
+                f"context_parallel={N} exchanges heads of one width, attention has {widths}"
+            )
         qkv = self.divisible(q, k, v)
         heads = [x.size(1) // N for x in qkv]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
         parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
         y = self.attend(ranks.rank, q, k, v, *options)
-        y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)  # this rank's tokens, of all heads
+        # this rank's tokens, of all heads
+        y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
 
     def divisible(self, q, k, v):
-        """k and v with repeated heads, if need be, so that the ranks have equally many; all in one dtype."""
+        """k and v with repeated heads, if need be, so that the ranks have equally many;
+        all in one dtype.
+        """
         N = self.ranks.size
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
@@ -148,13 +166,16 @@ class Ulysses:
         try:
             parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
             same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
-        except Exception:  # of any type: an edit's, which has as many factors as there are heads, say
+        # of any type: an edit's, which has as many factors as there are heads, say
+        except Exception:
             return False
         return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
 
 
 class RankBefore:
-    """previous.core, for whose first token a rank has the last one of the rank before in its row."""
+    """previous.core, for whose first token a rank has the last one
+    of the rank before in its row.
+    """
 
     def __init__(self, core, ranks):
         self.core = core
@@ -189,7 +210,8 @@ def whole_sequences(model, idx):
 
 
 def own_tokens(cfg, world, x, y):
-    """This rank's part of whole sequences, x and y: (B, T) -> (x, y, positions): (B, T/N) twice, and (T/N,).
+    """This rank's part of whole sequences, x and y: (B, T) -> (x, y, positions): (B, T/N) twice,
+    and (T/N,).
 
     Without context parallelism all of them, and None for the positions 0 to T - 1.
     """
@@ -198,34 +220,41 @@ def own_tokens(cfg, world, x, y):
         return x, y, None
     T, rest = divmod(x.size(1), N)
     if rest:
-        raise UserError(f"context_parallel={N} must divide the length of a batch's rows, {x.size(1)}")
+        raise UserError(
+            f"context_parallel={N} must divide the length of a batch's rows, {x.size(1)}"
+        )
     first = world.rank % N * T
     positions = torch.arange(first, first + T, device=x.device)
     return x[:, first : first + T], y[:, first : first + T], positions
 
 
 def prove(model, cfg, world, autocast, eot=None):
-    """Compares rows that ranks share with the same rows on each rank alone; UserError if they differ.
+    """Compares rows that ranks share with the same rows on each rank alone; UserError if they
+    differ.
 
-    Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give wrong
-    results. eot: the id that separates documents, which then occurs in the rows.
+    Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give
+    wrong results. eot: the id that separates documents, which then occurs in the rows.
     """
     wrapped = functools.partial(wrap, ranks=model.context_ranks)
     differ = try_narrow(model, cfg, world, autocast, wrapped, functools.partial(compare, eot=eot))
     if any(parallel.gather_objects(differ)):
         why = "model.py mixes tokens outside of attn.core, or in its loss"
-        raise UserError(f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}")
+        raise UserError(
+            f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}"
+        )
 
 
 def try_narrow(model, cfg, world, autocast, wrapped, trial):
-    """trial(model, its settings, world, autocast, whether it is narrow) of a `narrow` model, once wrapped.
+    """trial(model, its settings, world, autocast, whether it is narrow) of a `narrow` model, once
+    wrapped.
 
-    It is of the same code, in float32 and with random weights, since initial weights may be zero. Where an
-    edit cannot be built or run that narrow, it is a trial of the run's own model.
+    It is of the same code, in float32 and with random weights, since initial weights may be zero.
+    Where an edit cannot be built or run that narrow, it is a trial of the run's own model.
     """
     precision = torch.get_float32_matmul_precision()
     try:
-        # 32 blocks in TF32 differed by more than the bounds, since it rounds what float32 rounds otherwise
+        # 32 blocks in TF32 differed by more than the bounds, since it rounds what float32 rounds
+        # otherwise
         torch.set_float32_matmul_precision("highest")
         small, shape = narrow(cfg, world)
         wrapped(small)
@@ -245,7 +274,9 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
 
 
 def narrow(cfg, world):
-    """(A model of cfg's depth and heads with heads of 8 channels and random weights, its settings)."""
+    """(A model of cfg's depth and heads with heads of 8 channels and random weights,
+    its settings).
+    """
     T = min(cfg.block_size, PROOF * cfg.context_parallel)
     widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
     shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
@@ -263,7 +294,8 @@ def narrow(cfg, world):
 
 @torch.no_grad()
 def compare(model, cfg, world, autocast, is_narrow, eot):
-    """Whether logits, by so much of their standard deviation, or losses differ on parts and on whole rows.
+    """Whether logits, by so much of their standard deviation, or losses differ on parts and on
+    whole rows.
 
     A forward that draws random numbers cannot be compared, and counts as the same.
     """
@@ -290,10 +322,17 @@ def compare(model, cfg, world, autocast, is_narrow, eot):
             expected = model.logits(idx)[:, positions]
             ranks.proving = False
         if not ranks.head_free:
-            why = "attn.core depends on which heads it is given: give it a parameter heads=slice(None)"
-            raise UserError(f"context_parallel={cfg.context_parallel} gives each rank some heads, and {why}")
+            why = (
+                "attn.core depends on which heads it is given: give it a parameter "
+                "heads=slice(None)"
+            )
+            raise UserError(
+                f"context_parallel={cfg.context_parallel} gives each rank some heads, and {why}"
+            )
         share, own_count, _ = model(x, y, positions)
-        totals = torch.stack([torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)])
+        totals = torch.stack(
+            [torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)]
+        )
         totals = totals.float()
         torch.distributed.all_reduce(totals, group=ranks.group)
         found = model.logits(x, positions=positions)

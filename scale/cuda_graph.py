@@ -1,7 +1,8 @@
-"""--cuda_graph: the host launches the kernels of a micro-step of train.py together, as one CUDA graph.
+"""--cuda_graph: the host launches the kernels of a micro-step of train.py together, as one CUDA
+graph.
 
-The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or the host
-slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
+The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or
+the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
 import dataclasses
@@ -22,12 +23,15 @@ from system.errors import UserError
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
 TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
-AHEAD = 0.05  # part of a micro-step's time beyond its launch, below which the GPU has waited for the host
+# part of a micro-step's time beyond its launch, below which the GPU has waited for the host
+AHEAD = 0.05
 ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 def choose(cfg, world, micro_step, model):
-    """(a GraphedMicroStep, or None, rows of the start-up summary): as set, or with "auto" after a trial."""
+    """(a GraphedMicroStep, or None, rows of the start-up summary):
+    as set, or with "auto" after a trial.
+    """
     if cfg.cuda_graph is True:
         return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
@@ -53,13 +57,15 @@ def choose(cfg, world, micro_step, model):
 class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
-    Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros back.
+    Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros
+    back.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
         self.micro_step = micro_step
         self.parameters = list(model.parameters())
-        self.in_bf16 = reduce_dtype == "bf16"  # the sums of gradients over ranks, else in their own dtype
+        # the sums of gradients over ranks, else in their own dtype
+        self.in_bf16 = reduce_dtype == "bf16"
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
         self.steps = 0
@@ -68,16 +74,21 @@ class GraphedMicroStep:
     def __call__(self, x, y, positions=None, average=True):
         """The micro-step's sums, a list of tensors. x, y: (B, T), always of one shape.
 
-        average: this is the step's last micro-step, after which the gradients are averaged over the ranks.
+        average: this is the step's last micro-step, after which the gradients are averaged over the
+        ranks.
         """
         if positions is not None:
-            raise UserError("cuda_graph=True replays positions 0 to T - 1; with others leave it out")
+            raise UserError(
+                "cuda_graph=True replays positions 0 to T - 1; with others leave it out"
+            )
         if self.batch is None:
             self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
         for own, given in zip(self.batch, (x, y), strict=True):
             if own.shape != given.shape:
                 shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
-                raise UserError(f"cuda_graph=True needs batches of one shape, not {shapes}; leave it out")
+                raise UserError(
+                    f"cuda_graph=True needs batches of one shape, not {shapes}; leave it out"
+                )
             own.copy_(given, non_blocking=True)
         begins = all(p.grad is None for p in self.parameters)  # a step
         self.steps += begins
@@ -94,14 +105,17 @@ class GraphedMicroStep:
         return [total.clone() for total in self.sums]  # the next replay overwrites them
 
     def trial(self, cfg):
-        """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one takes).
+        """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one
+        takes).
 
-        Medians: where other processes start beside it, single ones took seconds. The first is 0 for a
-        micro-step that waits for the GPU. The random state stays as it was.
+        Medians: where other processes start beside it, single ones took seconds. The first is 0 for
+        a micro-step that waits for the GPU. The random state stays as it was.
         """
         shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
-            self.batch = [torch.randint(cfg.vocab_size, shape, device=self.device) for _ in range(2)]
+            self.batch = [
+                torch.randint(cfg.vocab_size, shape, device=self.device) for _ in range(2)
+            ]
             for _ in range(EAGER_STEPS):
                 self.launch()
             waited = waits(self.launch)
@@ -113,10 +127,14 @@ class GraphedMicroStep:
                 moments.append(parallel.Moment(self.device))
             parallel.synchronize(self.device)
         self.batch = self.sums = None
-        total = statistics.median(after.since(before) for before, after in itertools.pairwise(moments))
+        total = statistics.median(
+            after.since(before) for before, after in itertools.pairwise(moments)
+        )
         if waited:
             return 0, total
-        return statistics.median(after - before for before, after in itertools.pairwise(clock)), total
+        return statistics.median(
+            after - before for before, after in itertools.pairwise(clock)
+        ), total
 
     def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
@@ -139,25 +157,37 @@ class GraphedMicroStep:
         gc.collect()  # a graph that is freed during the capture would end it
         self.graph = torch.cuda.CUDAGraph()
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self.graph, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 self.sums = self.micro_step(*self.batch)
         except RuntimeError as error:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            why, hint = str(cause).partition("\n")[0], "does an edit wait for the GPU, as with .item()?"
-            raise UserError(f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}") from cause
+            why, hint = (
+                str(cause).partition("\n")[0],
+                "does an edit wait for the GPU, as with .item()?",
+            )
+            raise UserError(
+                f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
+            ) from cause
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it."""
         for own in self.flat or [p.grad for p in self.used]:
-            summed = own.to(torch.bfloat16 if self.in_bf16 else own.dtype).div_(dist.get_world_size())
+            summed = own.to(torch.bfloat16 if self.in_bf16 else own.dtype).div_(
+                dist.get_world_size()
+            )
             dist.all_reduce(summed)
             own.copy_(summed)
 
 
 def waits(function, *arguments):
-    """Why a call waits for the GPU, or "". A capture of that would fail, and spoil the random numbers."""
+    """Why a call waits for the GPU, or "".
+
+    A capture of that would fail, and spoil the random numbers.
+    """
     with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -183,7 +213,9 @@ def gradients(parameters):
 
 
 def stream(device):
-    """Of the capture and the steps before: what adds to gradients runs on the stream of the first forward."""
+    """Of the capture and the steps before:
+    what adds to gradients runs on the stream of the first forward.
+    """
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
     return torch.cuda.Stream(device)

@@ -12,14 +12,18 @@ from system.errors import UserError
 
 
 def wrap(model, cfg, world, unused=False):
-    """The model as the loop calls it: in DDP if nothing else averages gradients. unused: some have none."""
+    """The model as the loop calls it: in DDP if nothing else averages gradients.
+
+    unused: some have none.
+    """
     if not dist.is_initialized() or cfg.parallel != "ddp":
         return model
     on_gpu = world.device.type == "cuda"
     in_bf16 = cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
     if in_bf16 and not on_gpu:
         raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has no newer name
+    # torch 2.11 has no newer name
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     ddp = DDP(
         model,
         device_ids=[world.device] if on_gpu else None,
@@ -33,7 +37,8 @@ def wrap(model, cfg, world, unused=False):
 
 
 class DDP(DistributedDataParallel):
-    """DDP that has the model's methods and parts too: self.model.logits(...) is right in a training step.
+    """DDP that has the model's methods and parts too: self.model.logits(...) is right in a training
+    step.
 
     So is state.model.logits(...) beside such a call; by itself its gradients would not be averaged.
     """
@@ -59,7 +64,10 @@ class DDP(DistributedDataParallel):
     def forward(self, *args, **options):
         self.calls += int(torch.is_grad_enabled())
         if self.calls > 1 and self.find_unused_parameters and self.require_backward_grad_sync:
-            what = "DDP allows one call of self.model in a micro-step where some parameters have no gradient"
+            what = (
+                "DDP allows one call of self.model in a micro-step where some parameters "
+                "have no gradient"
+            )
             why = "drop those parameters (see the warning at the start), or --parallel=fsdp"
             raise UserError(f"{what}; {why}")
         return super().forward(*args, **options)

@@ -1,9 +1,10 @@
-"""Document masks: a token attends to earlier tokens of its own document only, though a row holds many.
+"""Document masks: a token attends to earlier tokens of its own document only, though a row holds
+many.
 
-A document begins at its separator, as fineweb.py writes it, or at the start of the row, as for Llama 3
-(https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row. On CUDA in 16 bits
-kernels.attention is torch.nn.attention.varlen, which waits for the longest length. Elsewhere, and for another
-core or text of it, the core is called for each document alone.
+A document begins at its separator, as fineweb.py writes it, or at the start of the row, as for
+Llama 3 (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row. On
+CUDA in 16 bits kernels.attention is torch.nn.attention.varlen, which waits for the longest length.
+Elsewhere, and for another core or text of it, the core is called for each document alone.
 """
 
 import functools
@@ -33,7 +34,9 @@ def separator(cfg, eot):
 
 
 def apply(model, eot):
-    """Wraps the core of every attention. eot: the token that begins a document; None: each row is one."""
+    """Wraps the core of every attention. eot: the token that begins a document;
+    None: each row is one.
+    """
     documents = model.documents = Documents(eot)
     for module in context_parallel.tokens_before(model):
         module.core = PreviousInDocument(module.core, documents)
@@ -61,7 +64,9 @@ def prove(model, cfg, world, autocast):
 
 @torch.no_grad()
 def crosses(model, cfg, world, autocast, is_narrow):
-    """Whether a document's loss changes with the ids before it; False of a forward that draws numbers."""
+    """Whether a document's loss changes with the ids before it;
+    False of a forward that draws numbers.
+    """
     T = min(cfg.block_size, 2 * context_parallel.PROOF)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
@@ -78,11 +83,12 @@ def crosses(model, cfg, world, autocast, is_narrow):
 
 
 class Documents:
-    """A batch's documents, kept until the next forward; on: False while each row counts as one document.
+    """A batch's documents, kept until the next forward; on: False while each row counts as one
+    document.
 
-    spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there. longest: a
-    tensor with as many rows as the longest document, since a number would be a constant to torch.compile.
-    begins: (B, T/N), which of this rank's tokens are separators.
+    spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there.
+    longest: a tensor with as many rows as the longest document, since a number would be a constant
+    to torch.compile. begins: (B, T/N), which of this rank's tokens are separators.
     """
 
     def __init__(self, eot):
@@ -99,7 +105,8 @@ class Documents:
         begins = idx == self.eot  # (B, T)
         begins[:, 0] = True
         ends = begins.new_ones(1)
-        self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()  # waits for the device
+        # waits for the device
+        self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()
         self.spans = list(itertools.pairwise(self.bounds.tolist()))
         longest = max(last - first for first, last in self.spans)
         self.longest = torch.empty(max(2, longest), 0)
@@ -125,7 +132,9 @@ class PreviousInDocument:
 
 
 class DocumentMask:
-    """attn.core with attention within documents; while each row is one document, the wrapped core."""
+    """attn.core with attention within documents;
+    while each row is one document, the wrapped core.
+    """
 
     def __init__(self, core, documents):
         self.core, self.documents = core, documents
@@ -149,7 +158,9 @@ def takes_varlen(v):
 
 @torch.compiler.disable
 def by_documents(core, documents, q, k, v, *options, **more):
-    """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on one document after the other."""
+    """core, any function of q: (B, H, T, D);
+    k, v: (B, H_kv, T, D), on one document after the other.
+    """
     B, _, T, _ = q.shape
     parts = []
     for first, last in documents.spans:
@@ -162,7 +173,9 @@ def by_documents(core, documents, q, k, v, *options, **more):
 
 
 def varlen_attention(q, k, v, bounds, longest):
-    """kernels.attention by documents, for CUDA tensors in 16 bits; longest: of the longest document."""
+    """kernels.attention by documents, for CUDA tensors in 16 bits;
+    longest: of the longest document.
+    """
     B, H, T, D = q.shape
     options = {}
     if k.size(1) != H:
@@ -171,6 +184,8 @@ def varlen_attention(q, k, v, bounds, longest):
         else:
             k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     # q_norm and k_norm may give float32 under autocast
-    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))  # (B * T, H, D)
-    y = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)  # causal
+    # (B * T, H, D)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))
+    # causal
+    y = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
     return y.view(B, T, H, D).transpose(1, 2)

@@ -1,4 +1,6 @@
-"""FSDP2 (https://arxiv.org/abs/2304.11277): parameters, gradients and optimizer states sharded over ranks."""
+"""FSDP2 (https://arxiv.org/abs/2304.11277):
+parameters, gradients and optimizer states sharded over ranks.
+"""
 
 import torch
 from torch.distributed import distributed_c10d, fsdp, init_device_mesh
@@ -9,38 +11,52 @@ from scale import memory, parallel
 
 
 def shard(model, cfg, world, analysis=None):
-    """Shards a model in units that are gathered together: embedding, head, and each of `units_of_blocks`.
+    """Shards a model in units that are gathered together: embedding, head, and each of
+    `units_of_blocks`.
 
-    fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`), zero2 once
-    a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy. analysis: the
-    run.flops.ModelAnalysis of what a forward does; None: it is not known, and there will be no backward.
+    fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`),
+    zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
+    analysis: the run.flops.ModelAnalysis of what a forward does; None: it is not known, and there
+    will be no backward.
     """
     mesh = make_mesh(cfg, world)
     low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
     summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
-    options = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=summed))
+    options = dict(
+        mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=summed)
+    )
     if cfg.offload_states:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         plain = analysis.read_elsewhere if analysis else ()
-        layers = [module for name, module in model.blocks.named_modules(prefix="blocks") if name not in plain]
+        layers = [
+            module
+            for name, module in model.blocks.named_modules(prefix="blocks")
+            if name not in plain
+        ]
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
     if analysis and analysis.chooses:
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
 
-    runs_once = analysis is not None and analysis.regular and cfg.remat not in ("block", "attention")
+    runs_once = (
+        analysis is not None and analysis.regular and cfg.remat not in ("block", "attention")
+    )
     units = units_of_blocks(model.blocks, apart=not runs_once)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         units = [[model.wte], [model.head], *units]
     # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
     model.unit_sizes = [(modules[0], size_of(modules)) for modules in units]
-    frees = cfg.parallel != "zero2"  # parameters after each use; zero2 does so after the last micro-step
+    # parameters after each use; zero2 does so after the last micro-step
+    frees = cfg.parallel != "zero2"
     for modules in units:
-        fsdp.fully_shard(modules, reshard_after_forward=frees and modules != [model.head], **options)
+        fsdp.fully_shard(
+            modules, reshard_after_forward=frees and modules != [model.head], **options
+        )
     fsdp.fully_shard(model, **options)
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
-        fsdp.register_fsdp_forward_method(module, method)  # of a head that is no unit it does nothing
+        # of a head that is no unit it does nothing
+        fsdp.register_fsdp_forward_method(module, method)
     model.kept = []  # units that are gathered from a step's first forward to its last backward
     if cfg.parallel == "zero2":
         model.kept = parallel.units(model)
@@ -54,13 +70,17 @@ def make_mesh(cfg, world):
     if cfg.parallel == "hsdp":
         shape, names = (world.size // shards, shards), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
+    # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
+    for group in mesh.get_all_groups():
         distributed_c10d._set_pg_timeout(parallel.time_limit(cfg.timeout_s), group)
     return mesh
 
 
 def units_of_blocks(blocks, apart):
-    """Lists of blocks, each up to memory.UNIT_MIB. apart: one a list, where a block may not run just once."""
+    """Lists of blocks, each up to memory.UNIT_MIB.
+
+    apart: one a list, where a block may not run just once.
+    """
     units = []
     for block in blocks:
         if apart or not units or 2 * size_of([*units[-1], block]) > memory.UNIT_MIB * 2**20:
@@ -75,16 +95,19 @@ def size_of(modules):
 
 
 def gather_all(model, *_):
-    """zero2, before a step's first forward: gathers all units; FSDP2's own hooks waited 230 ms of 6,300."""
+    """zero2, before a step's first forward: gathers all units;
+    FSDP2's own hooks waited 230 ms of 6,300.
+    """
     for unit in parallel.units(model):
         unit.unshard(async_op=True)
 
 
 def keep_gathered(model, cfg, world, parameters, optimizer):
-    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, as the GPU has room for them.
+    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, as the GPU has room
+    for them.
 
-    parameters: of the model; optimizer: the name of one whose states are not known, or None. Returns rows of
-    the start-up summary.
+    parameters: of the model; optimizer: the name of one whose states are not known, or None.
+    Returns rows of the start-up summary.
     """
     edited = parameters != memory.parameter_counts(cfg)[0]
     if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2" or edited or optimizer:
@@ -106,8 +129,9 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
 def room(cfg, world):
     """Bytes of a GPU that the estimate leaves; 0 where it does not hold. All ranks call it.
 
-    5% stay aside, and 10% in a step of one micro-step: there a unit that stays gathered saves one gather of
-    two, while an allocator short of memory waits for the GPU (131,072 tokens on four: 0.8 s of 12).
+    5% stay aside, and 10% in a step of one micro-step: there a unit that stays gathered saves one
+    gather of two, while an allocator short of memory waits for the GPU (131,072 tokens on four: 0.8
+    s of 12).
     """
     if world.device.type != "cuda" or memory.not_estimated(cfg):
         return 0
@@ -120,7 +144,8 @@ def room(cfg, world):
 def with_all_gradients(block, _, result):
     """A forward hook: the block's backward gives each of its parameters a gradient, perhaps zeros.
 
-    FSDP2's ranks would otherwise sum different gradients, where an expert has tokens on one of them alone.
+    FSDP2's ranks would otherwise sum different gradients, where an expert has tokens on one of them
+    alone.
     """
     nothing = sum(p.flatten()[:0].sum() for p in block.parameters() if p.requires_grad)
 

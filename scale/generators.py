@@ -1,4 +1,6 @@
-"""The random-number generators of torch, numpy and Python: seeded by rank, saved, and set back by remat."""
+"""The random-number generators of torch, numpy and Python:
+seeded by rank, saved, and set back by remat.
+"""
 
 import contextlib
 import pickle
@@ -20,15 +22,21 @@ def states(device):
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    # both are 624 words of the Mersenne Twister, the position in them, and perhaps a second normal number
+    # both are 624 words of the Mersenne Twister, the position in them, and perhaps a second normal
+    # number
     (_, words, *rest), (_, python_words, gauss) = others()
     found["numpy"] = torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
-    found["python"] = torch.tensor([*python_words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+    found["python"] = torch.tensor(
+        [*python_words, gauss is not None, gauss or 0.0], dtype=torch.float64
+    )
     return found
 
 
 def restore(found, device):
-    """Sets the generators as `states` found them. One that `found` lacks, as in older checkpoints, stays."""
+    """Sets the generators as `states` found them.
+
+    One that `found` lacks, as in older checkpoints, stays.
+    """
     torch.set_rng_state(found["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(found["cuda"], device)
@@ -70,10 +78,12 @@ class Drawn:
 
 
 def replay():
-    """(recorded, replayed): contexts of a part of a forward and of its recomputation, as `context_fn`.
+    """(recorded, replayed): contexts of a part of a forward and of its recomputation, as
+    `context_fn`.
 
-    Both draw the same numbers of numpy and Python, after which their generators are as if the recomputation
-    had not been. torch.utils.checkpoint does so for torch's own. 20 microseconds a part.
+    Both draw the same numbers of numpy and Python, after which their generators are as if the
+    recomputation had not been. torch.utils.checkpoint does so for torch's own. 20 microseconds a
+    part.
     """
     before = None
 

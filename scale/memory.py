@@ -1,6 +1,8 @@
-"""The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
+"""The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU
+nor torch.
 
-Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a block's backward and the update.
+Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a block's backward and
+the update.
 """
 
 import bisect
@@ -12,14 +14,19 @@ from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
-MARGIN = 0.1  # of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
+# of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
+MARGIN = 0.1
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
-PINNED_EXACTLY = 2**26  # bytes of an offloaded activation from which its host memory is no power of two
-UNIT_MIB = 100  # blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
+# bytes of an offloaded activation from which its host memory is no power of two
+PINNED_EXACTLY = 2**26
+# blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
+UNIT_MIB = 100
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes; on_host counts the host's."""
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes;
+    on_host counts the host's.
+    """
     total, block = parameter_counts(cfg)
     shards = shards_of(cfg, ranks)
     sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
@@ -29,14 +36,20 @@ def estimate(cfg, ranks):
 
     weight = weight_bytes(cfg)
     here = 0 if cfg.offload_states else total / shards
-    update = {"parameters": weight * here, "gradients": weight * here, "optimizer": moment_bytes(cfg) * here}
+    update = {
+        "parameters": weight * here,
+        "gradients": weight * here,
+        "optimizer": moment_bytes(cfg) * here,
+    }
     backward = dict(update)
     if cfg.optimizer == "muon":
-        update["updates"] = 2 * cfg.n_layer * block / shards  # of the blocks' matrices, beside all gradients
+        # of the blocks' matrices, beside all gradients
+        update["updates"] = 2 * cfg.n_layer * block / shards
 
     if sharded and not several_micro_steps:  # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
-    elif cfg.offload_states and cfg.parallel == "hsdp":  # added up on the GPU until the last micro-step
+    # added up on the GPU until the last micro-step
+    elif cfg.offload_states and cfg.parallel == "hsdp":
         backward["gradients"] = reduced_bytes(cfg) * total / shards
     elif several_micro_steps and ranks > 1 and not sharded and cfg.cuda_graph is not True:
         # .grad, and DDP's buckets, to which they are copied in the last micro-step
@@ -44,7 +57,8 @@ def estimate(cfg, ranks):
     backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
     cast = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
     if not gathers_8_bits(cfg, shards) and (2 if sharded else weight) != cast:
-        backward["gathered"] += cast * (cfg.n_layer - recomputed) * block  # casts, kept until the backward
+        # casts, kept until the backward
+        backward["gathered"] += cast * (cfg.n_layer - recomputed) * block
     backward["activations"] = activations
     backward["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, recomputed))
 
@@ -60,7 +74,9 @@ def takes(cfg, ranks):
 
 
 def parameter_counts(cfg):
-    """Parameters (of the model, of a block without a table): shared weights once, padding rows included."""
+    """Parameters (of the model, of a block without a table):
+    shared weights once, padding rows included.
+    """
     C = cfg.n_embd
     norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
     block = 2 * norm + cfg.n_head * cfg.gate_channels
@@ -89,7 +105,11 @@ def reduced_bytes(cfg):
 def moment_bytes(cfg):
     """Of optimizer state a weight, on average; 0 for an optimizer that is none of ours."""
     total, block = parameter_counts(cfg)
-    known = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / GROUP), "muon": 8 - 4 * cfg.n_layer * block / total}
+    known = {
+        "adamw": 8,
+        "adamw8bit": 2 * (1 + 4 / GROUP),
+        "muon": 8 - 4 * cfg.n_layer * block / total,
+    }
     return known.get(cfg.optimizer, 0)
 
 
@@ -108,12 +128,16 @@ def ranks_of_host(ranks):
 
 
 def gathers_8_bits(cfg, shards):
-    """Whether FSDP2 gathers the blocks' weights in fp8: each matrix and its transpose, the bytes of bf16."""
+    """Whether FSDP2 gathers the blocks' weights in fp8:
+    each matrix and its transpose, the bytes of bf16.
+    """
     return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
 def gathered_bytes(cfg, shards):
-    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2: all), a unit's gradients."""
+    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2:
+    all), a unit's gradients.
+    """
     total, unit = parameter_counts(cfg)
     if cfg.value_layers:  # a table is gathered with its block
         unit += cfg.padded_vocab * cfg.kv_heads * cfg.head_size
@@ -127,7 +151,9 @@ def gathered_bytes(cfg, shards):
 
 
 def loss_bytes(cfg):
-    """Bytes while the loss is computed: a chunk of logits, gradients of the hidden state and the head."""
+    """Bytes while the loss is computed: a chunk of logits,
+    gradients of the hidden state and the head.
+    """
     tokens = cfg.rank_tokens
     logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
     if cfg.precision == "fp8":
@@ -136,20 +162,27 @@ def loss_bytes(cfg):
 
 
 def backward_bytes(cfg, recomputed):
-    """Working memory of a block's backward: gradients, and activations where they are computed again."""
+    """Working memory of a block's backward:
+    gradients, and activations where they are computed again.
+    """
     C, tokens = cfg.n_embd, cfg.rank_tokens
     tile = min(tokens, cfg.remat_tile or tokens)
     wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
     if not recomputed or cfg.remat == "selective":
         return tile * wide + tokens * 2 * 3 * C
-    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in float32
-    attention = (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
+    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in
+    # float32
+    attention = (
+        (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
+    )
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
     return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
 
 
 def blocks_again(cfg, n_layer):
-    """Indices of the blocks that remat computes again: each remat_every-th, which may be a fraction."""
+    """Indices of the blocks that remat computes again:
+    each remat_every-th, which may be a fraction.
+    """
     if cfg.remat == "none":
         return []
     every = 1 if cfg.remat_every == "auto" else cfg.remat_every  # all, while it is not chosen
@@ -162,7 +195,9 @@ def activation_bytes(cfg, recomputed):
     whole = cfg.n_layer - recomputed
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
-    return cfg.rank_tokens * (whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat)))
+    return cfg.rank_tokens * (
+        whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat))
+    )
 
 
 def kept(cfg, remat):
@@ -172,7 +207,8 @@ def kept(cfg, remat):
         return [2 * C]  # its input
     if remat == "attention":
         return [2 * C, 2 * A, 4 * cfg.n_head]  # attention's output and logsumexp besides
-    sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]  # the residual stream before both norms, and their outputs
+    # the residual stream before both norms, and their outputs
+    sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]
     sizes += [2 * cfg.qkv_width, 2 * A, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
     if cfg.qk_norm:
         sizes.append(2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size)  # q and k before their norm
@@ -193,14 +229,20 @@ def kept(cfg, remat):
 
 
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory on a rank}; all but moments pinned, by PyTorch in powers of two."""
+    """{part: bytes of the host's memory on a rank};
+    all but moments pinned, by PyTorch in powers of two.
+    """
     parts, shards = {}, shards_of(cfg, ranks)
     if cfg.offload_states:
-        shapes = cfg.block_matmuls * cfg.n_layer + [(cfg.padded_vocab, width) for width in cfg.tables]
+        shapes = cfg.block_matmuls * cfg.n_layer + [
+            (cfg.padded_vocab, width) for width in cfg.tables
+        ]
         if cfg.positions == "learned":
             shapes.append((cfg.block_size, cfg.n_embd))
         weight = weight_bytes(cfg)
-        weights = sum(power_of_two(weight * math.ceil(rows / shards) * width) for rows, width in shapes)
+        weights = sum(
+            power_of_two(weight * math.ceil(rows / shards) * width) for rows, width in shapes
+        )
         parts = {"parameters": weights, "gradients": weights}
         parts["optimizer"] = int(moment_bytes(cfg) * parameter_counts(cfg)[0] / shards)
     if cfg.remat_offload:
@@ -216,7 +258,9 @@ def power_of_two(size):
 
 
 def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
-    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes, 0 if none is."""
+    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes,
+    0 if none is.
+    """
 
     def too_large(n):
         return takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
@@ -225,7 +269,9 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
 
 
 def longest_row(cfg, ranks, budget):
-    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank, 0 if none does."""
+    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank,
+    0 if none does.
+    """
     one_row = dataclasses.replace(cfg, batch_size=1)
     return largest_batch(one_row, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
@@ -236,11 +282,13 @@ def fits(cfg, ranks, free):
 
 
 def choose_batch(cfg, ranks, free):
-    """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that fits.
+    """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that
+    fits.
 
     free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
-    tokens = math.gcd(*(tokens for tokens, _ in cfg.stages))  # a micro-batch divides each stage's step
+    # a micro-batch divides each stage's step
+    tokens = math.gcd(*(tokens for tokens, _ in cfg.stages))
     rows = tokens // (cfg.block_size * (ranks // cfg.context_parallel))
     choices = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
     which = f"the largest divisor of a rank's {rows:,} rows a step"
@@ -260,16 +308,23 @@ def choose_batch(cfg, ranks, free):
     for kind in ("block", "attention", "selective"):  # what costs least comes last
         if fits(dataclasses.replace(choice, remat=kind), ranks, free):
             advice = f"--remat={kind}"
-    raise UserError(f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}")
+    raise UserError(
+        f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}"
+    )
 
 
 def choose_remat(cfg, ranks, free):
-    """(remat_every, reason) for remat_every=auto: as few blocks are computed again as the memory allows.
+    """(remat_every, reason) for remat_every=auto: as few blocks are computed again as the memory
+    allows.
 
     free: bytes of a GPU; None: no GPU, where it is every block.
     """
     if free is None or not_estimated(cfg):
-        return 1.0, "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
+        return (
+            1.0,
+            "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused "
+            "kernels",
+        )
     for blocks in range(1, cfg.n_layer + 1):
         chosen = dataclasses.replace(cfg, remat_every=cfg.n_layer / blocks)
         if fits(chosen, ranks, free):
@@ -279,7 +334,8 @@ def choose_remat(cfg, ranks, free):
 
 
 def describe(cfg, ranks, parameters=None, optimizer=None):
-    """The estimate in words. parameters: of the model, whose activations are unknown if it was edited.
+    """The estimate in words. parameters: of the model, whose activations are unknown if it was
+    edited.
 
     optimizer: the name of one whose states are not known.
     """
@@ -303,8 +359,11 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
 
 
 def not_estimated(cfg):
-    """Problems, one line each: the settings for which the estimate does not hold; "auto" is none of them."""
-    why = "the arithmetic counts the fused kernels"  # and not PyTorch's own operations, T x T matrices
+    """Problems, one line each: the settings for which the estimate does not hold;
+    "auto" is none of them.
+    """
+    # and not PyTorch's own operations, T x T matrices
+    why = "the arithmetic counts the fused kernels"
     found = []
     if cfg.ops == "torch":
         found.append(f"ops=torch: {why}; try --ops=auto")
@@ -313,14 +372,18 @@ def not_estimated(cfg):
     if not moment_bytes(cfg):
         found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
     if cfg.precision in ("fp32", "tf32", "fp16"):
-        found.append(f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16")
+        found.append(
+            f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16"
+        )
     return found
 
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
     if cfg.batch_size == "auto":
-        why = "batch_size=auto counts neither an edit of model.py nor what other processes take later"
+        why = (
+            "batch_size=auto counts neither an edit of model.py nor what other processes take later"
+        )
         return f"out of memory: {why}; give a number below the one that it chose"
     need = takes(cfg, ranks)
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"

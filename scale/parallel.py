@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from scale.shards import copy_into, local
 from system.errors import UserError, launched, this_rank
 
-NCCL_LATER = 10  # seconds after timeout_s until NCCL ends the process; the run reports a hang before
+# seconds after timeout_s until NCCL ends the process; the run reports a hang before
+NCCL_LATER = 10
 
 
 class World(NamedTuple):
@@ -35,23 +36,33 @@ def join(cfg):
     if cfg.deterministic:
         make_deterministic()
     if cfg.offload_states and os.environ.get("OMP_NUM_THREADS") == "1":
-        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111 on two
+        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111
+        # on two
         cores = len(os.sched_getaffinity(0)) // this_rank().local_size
         torch.set_num_threads(max(1, cores))
-    return start(cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states)
+    return start(
+        cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states
+    )
 
 
 def make_deterministic():
-    """Before CUDA starts: the same bits each time, but for NCCL's sums, or a RuntimeError of an operation."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # scratch memory of fixed size for a stream
-    torch.use_deterministic_algorithms(True)  # warn_only keeps the atomic additions of attention's backward
-    torch.utils.deterministic.fill_uninitialized_memory = False  # or every new tensor is written once more
+    """Before CUDA starts: the same bits each time, but for NCCL's sums,
+    or a RuntimeError of an operation.
+    """
+    # scratch memory of fixed size for a stream
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # warn_only keeps the atomic additions of attention's backward
+    torch.use_deterministic_algorithms(True)
+    # or every new tensor is written once more
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
-    """Joins the process group that torchrun describes (none without it) and claims this process's device.
+    """Joins the process group that torchrun describes (none without it) and claims this process's
+    device.
 
-    expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks reduce there.
+    expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks
+    reduce there.
     """
     rank, size, *_ = this_rank()
     world = World(rank, size, pick_device(device))
@@ -88,19 +99,26 @@ def join_group(backend, world, timeout_s):
 
 
 def check_backend(store, rank, backend):
-    """Raises UserError on a rank that would join over another backend than rank 0, and wait without end."""
+    """Raises UserError on a rank that would join over another backend than rank 0,
+    and wait without end.
+    """
     if rank == 0:
         store.set("backend", backend)
     elif (first := store.get("backend").decode()) != backend:
         words = f"rank {rank} joins over {backend}, rank 0 over {first}"
-        error = UserError(f"{words}: it has another device, or another --device or --offload_states")
+        error = UserError(
+            f"{words}: it has another device, or another --device or --offload_states"
+        )
         error.loud = True  # the other ranks do not know of it
         raise error
 
 
 def pick_device(name):
-    """The torch.device of this process; auto: CUDA, else MPS, else the CPU; cuda: the local rank's GPU."""
-    cuda = torch.cuda.is_available() or torch.cuda.device_count()  # where a GPU fails, torch says why
+    """The torch.device of this process; auto: CUDA, else MPS, else the CPU;
+    cuda: the local rank's GPU.
+    """
+    # where a GPU fails, torch says why
+    cuda = torch.cuda.is_available() or torch.cuda.device_count()
     found = {"cuda": cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in found if found[kind])
@@ -110,7 +128,8 @@ def pick_device(name):
     if found[kind] and kind != "cuda":
         return torch.device(kind)
     index = int(index or this_rank().local_rank)
-    if found[kind] and (index == 0 or index < torch.cuda.device_count()):  # counting takes half a second
+    # counting takes half a second
+    if found[kind] and (index == 0 or index < torch.cuda.device_count()):
         return torch.device(kind, index)
     count = torch.cuda.device_count() if kind == "cuda" else 0
     few = f"{count} of that kind found"
@@ -123,7 +142,9 @@ def stop():
 
 
 def store_connection():
-    """A separate connection, for a thread, to the store of the process group; None without ranks."""
+    """A separate connection, for a thread, to the store of the process group;
+    None without ranks.
+    """
     return distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
 
 
@@ -140,20 +161,28 @@ def units(model):
 
 
 def free_gathered(model):
-    """Frees what an evaluation left gathered with FSDP2 (zero2), so that parameters() are shards."""
+    """Frees what an evaluation left gathered with FSDP2 (zero2),
+    so that parameters() are shards.
+    """
     for unit in units(model):
         unit.reshard()
 
 
 @contextlib.contextmanager
 def whole(module):
-    """Within it the module's own parameters are whole float32 tensors, which are then copied into them.
+    """Within it the module's own parameters are whole float32 tensors, which are then copied into
+    them.
 
-    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not given.
+    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not
+    given.
     """
     own = dict(module.named_parameters(recurse=False))
     for name, parameter in own.items():
-        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+        device = (
+            parameter.device_mesh.device_type
+            if isinstance(parameter, DTensor)
+            else parameter.device
+        )
         empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
         module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
     yield
@@ -168,7 +197,9 @@ def whole(module):
 
 @contextlib.contextmanager
 def sync_gradients(model, on):
-    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies, sum gradients."""
+    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies,
+    sum gradients.
+    """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
         model.calls = 0
@@ -178,7 +209,10 @@ def sync_gradients(model, on):
             unit.set_reshard_after_backward(on, recurse=False)
     yield
     if isinstance(model, DistributedDataParallel) and on and not model.calls:
-        what = "a micro-step calls only state.model, whose gradients DDP does not average over the ranks"
+        what = (
+            "a micro-step calls only state.model, whose gradients DDP does not average "
+            "over the ranks"
+        )
         raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
 
 
@@ -196,7 +230,8 @@ def not_finite(loss, norm):
 
 @contextlib.contextmanager
 def holding(model, weights):
-    """Within it the parameters are {name: tensor}, laid out as they are themselves, such as an average's.
+    """Within it the parameters are {name: tensor}, laid out as they are themselves, such as an
+    average's.
 
     It takes the memory of one copy of them.
     """
@@ -230,7 +265,9 @@ def average_buffers(model):
 
 
 def all_finite(tensors, device):
-    """Whether none of the tensors of any rank holds inf or NaN; waits for `device`, that of the ranks."""
+    """Whether none of the tensors of any rank holds inf or NaN;
+    waits for `device`, that of the ranks.
+    """
     tops = [torch.zeros((), device=device)]
     for own in map(local, tensors):
         # no 8-bit codes; of a short tensor a rank may have no rows
@@ -274,7 +311,9 @@ def device_of(model):
 
 
 def synchronize(device):
-    """Waits until the device has finished, then reads the clock: time.perf_counter(), in seconds."""
+    """Waits until the device has finished, then reads the clock:
+    time.perf_counter(), in seconds.
+    """
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
     return time.perf_counter()
@@ -299,7 +338,9 @@ class Moment:
 
 
 class Later:
-    """A small tensor copied to the host in the background: `get` waits for it, not for later work."""
+    """A small tensor copied to the host in the background:
+    `get` waits for it, not for later work.
+    """
 
     def __init__(self, tensor):
         self.tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # pinned

@@ -9,7 +9,8 @@ from torch.utils._triton import triton_hash_with_backend
 from fast import chips, forms, hopper
 from system.errors import UserError
 
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # of autocast's GEMMs
+# of autocast's GEMMs
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_precision(name, device, weights="fp32", fp16=True):
@@ -28,14 +29,18 @@ def pick_precision(name, device, weights="fp32", fp16=True):
             return "bf16", "this GPU has bf16 matrix units"
         return "fp16" if on_gpu and fp16 else "fp32", missing
     if name in ("tf32", "fp16", "fp8") and not on_gpu:
-        raise UserError(f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32")
+        raise UserError(
+            f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32"
+        )
     if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
         raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
     return name, "as set"
 
 
 def pick_ops(name, device, precision):
-    """(torch or fused, reason), with auto resolved; switches the fused kernels on or off for the device."""
+    """(torch or fused, reason), with auto resolved;
+    switches the fused kernels on or off for the device.
+    """
     missing = forms.serve(device, name)
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
@@ -60,7 +65,9 @@ def autocast(precision, device):
 
 
 class Autocast:
-    """torch.autocast that may be entered again within itself: an object of torch's would not end then."""
+    """torch.autocast that may be entered again within itself:
+    an object of torch's would not end then.
+    """
 
     def __init__(self, *options):
         self.options, self.entered = options, []

@@ -1,4 +1,5 @@
-"""How a process ends: with one line and an exit code, on every rank; and the console, which ends none.
+"""How a process ends: with one line and an exit code, on every rank; and the console, which ends
+none.
 
 Every script calls `start` before its large imports, through configurator.parse, and then `run`.
 Imports nothing of this repository.
@@ -19,7 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 if sys.platform == "win32":  # which lacks what is imported from here on: resource, fcntl
-    print("error: Windows lacks POSIX locks and signals; take WSL2: docs/your_card.md", file=sys.stderr)
+    print(
+        "error: Windows lacks POSIX locks and signals; take WSL2: docs/your_card.md",
+        file=sys.stderr,
+    )
     sys.exit(2)
 import resource  # noqa: E402
 
@@ -59,7 +63,9 @@ class Rank(NamedTuple):
 
 
 def launched():
-    """Whether torchrun started this process, which RANK alone tells: SLURM and containers set WORLD_SIZE."""
+    """Whether torchrun started this process, which RANK alone tells:
+    SLURM and containers set WORLD_SIZE.
+    """
     return bool(os.environ.get("RANK"))
 
 
@@ -88,9 +94,11 @@ def is_rank_0():
 
 
 class Console(io.TextIOWrapper):
-    """stdout or stderr, which ends no run: what it cannot write is lost, and its last error is `lost`.
+    """stdout or stderr, which ends no run: what it cannot write is lost, and its last error is
+    `lost`.
 
-    It may be closed, on a full disk, or a pipe that nobody reads. What its encoding lacks is escaped.
+    It may be closed, on a full disk, or a pipe that nobody reads. What its encoding lacks is
+    escaped.
     """
 
     lost = None
@@ -117,7 +125,9 @@ class Console(io.TextIOWrapper):
 
 
 def say(*words, sep=" ", end="\n"):
-    """Prints what a script is for, which ends where nobody reads it (`| head`) or it cannot be written."""
+    """Prints what a script is for, which ends where nobody reads it
+    (`| head`) or it cannot be written.
+    """
     print(*words, sep=sep, end=end, flush=True)
     lost = getattr(sys.stdout, "lost", None)
     if isinstance(lost, BrokenPipeError):
@@ -133,9 +143,11 @@ def warn(words):
 
 
 def open_closed():
-    """Opens those of stdin, stdout and stderr that were closed before the start (2>&-) as the null device.
+    """Opens those of stdin, stdout and stderr that were closed before the start (2>&-) as the null
+    device.
 
-    Else files of the run would get their numbers, and what C code prints would be written into them.
+    Else files of the run would get their numbers, and what C code prints would be written into
+    them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -148,7 +160,9 @@ def open_closed():
 
 
 def start():
-    """Prepares a process for its end: consoles, Ctrl-C in the imports, the death of torchrun, open files."""
+    """Prepares a process for its end: consoles, Ctrl-C in the imports,
+    the death of torchrun, open files.
+    """
     open_closed()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop_imports)  # `run` sets it back
@@ -168,7 +182,8 @@ def start():
 
 def allow_open_files():
     """Raises the limit on open files; UserError if it cannot be raised to what a run needs."""
-    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # -1: no limit
+    # -1: no limit
+    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if hard < 64:
         raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
     most = min(10_000, hard)  # a shard takes one, its mask another
@@ -188,7 +203,9 @@ def run(main, cfg):
 
 @contextlib.contextmanager
 def in_one_line():
-    """Turns a UserError into lines on one rank's stderr, a message in torchrun's report, and an exit code."""
+    """Turns a UserError into lines on one rank's stderr, a message in torchrun's report,
+    and an exit code.
+    """
     try:
         yield
     except BrokenPipeError:  # | head
@@ -214,10 +231,12 @@ def leave(code, message=None, at_once=False):
             Path(report).write_text(json.dumps({"message": words}))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        if getattr(stream, "lost", None):  # Python's own flush at the end, which would raise, goes nowhere
+        # Python's own flush at the end, which would raise, goes nowhere
+        if getattr(stream, "lost", None):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if at_once or launched():
-        os._exit(code)  # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
+        # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
+        os._exit(code)
     sys.exit(code)
 
 
@@ -229,7 +248,9 @@ def leave_as_error():
 
 
 def leave_with_torchrun():
-    """Ends this process, if it is a rank, within a second after torchrun was killed, from the imports on."""
+    """Ends this process, if it is a rank, within a second after torchrun was killed,
+    from the imports on.
+    """
     parent = os.getppid()
     with contextlib.suppress(OSError):  # Linux alone has /proc
         process = Path(f"/proc/{parent}")  # another one's maps may not be read

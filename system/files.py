@@ -1,4 +1,6 @@
-"""Files: written atomically, locked, read as JSON of an expected form, hashed; without an import of torch."""
+"""Files: written atomically, locked, read as JSON of an expected form, hashed;
+without an import of torch.
+"""
 
 import contextlib
 import fcntl
@@ -15,7 +17,10 @@ from system.errors import UserError, warn
 
 
 def write_atomic(path, data):
-    """Writes bytes, or text as UTF-8; after a crash the file is the old or the new one. Raises OSError."""
+    """Writes bytes, or text as UTF-8; after a crash the file is the old or the new one.
+
+    Raises OSError.
+    """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -29,7 +34,9 @@ def write_atomic(path, data):
 
 
 def leftovers(folder, ours):
-    """What a killed write_atomic has left in a folder of the files for whose names ours(name) is true."""
+    """What a killed write_atomic has left in a folder of the files
+    for whose names ours(name) is true.
+    """
     found = []
     for path in sorted(Path(folder).iterdir()):
         aside = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
@@ -40,7 +47,9 @@ def leftovers(folder, ours):
 
 @contextlib.contextmanager
 def by_umask(path):
-    """What is written to `path` inside has the mode of a new file; safetensors gives its own 0600."""
+    """What is written to `path` inside has the mode of a new file;
+    safetensors gives its own 0600.
+    """
     path.touch()
     mode = path.stat().st_mode
     yield
@@ -48,7 +57,9 @@ def by_umask(path):
 
 
 def sync(path):
-    """Flushes a file, or a folder's list of names, to the disk, so that it survives a power failure."""
+    """Flushes a file, or a folder's list of names, to the disk,
+    so that it survives a power failure.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,10 +83,11 @@ def no_link(path, flags):
 
 
 class Lock(contextlib.ExitStack):
-    """The lock (flock) of the one run that may write in out_dir: taken if that exists, else by take().
+    """The lock (flock) of the one run that may write in out_dir: taken if that exists, else by
+    take().
 
-    It is on out_dir/run.lock, and on the folder itself, where it also holds when the file is removed; NFS has
-    no locks on folders.
+    It is on out_dir/run.lock, and on the folder itself, where it also holds when the file is
+    removed; NFS has no locks on folders.
     """
 
     def __init__(self, out_dir):
@@ -125,7 +137,9 @@ def write_json(path, value):
 
 
 def read_json(path, error=UserError, form=lambda value: True):
-    """The value in a JSON file; raises `error`, a kind of UserError, unless it is of `form`, see misfits."""
+    """The value in a JSON file; raises `error`, a kind of UserError, unless it is of `form`,
+    see misfits.
+    """
     if not os.path.isfile(path) and os.path.exists(path):
         raise error(f"{path}: a folder, a pipe or a device; expected a file")
     try:
@@ -171,8 +185,9 @@ def plain_name(value):
 def misfits(value, form, at=""):
     """Yields the places where a value of JSON is not of `form`, in words.
 
-    form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an object, in
-    which names with ? may be absent and others are free; {str: form} for one of any names.
+    form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an
+    object, in which names with ? may be absent and others are free; {str: form} for one of any
+    names.
     """
     where = at or "it"
     if isinstance(form, dict) and isinstance(value, dict):
@@ -183,7 +198,9 @@ def misfits(value, form, at=""):
             if key not in value:
                 name = key.removesuffix("?")
             if name in value:
-                yield from misfits(value[name], inner, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip("."))
+                yield from misfits(
+                    value[name], inner, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip(".")
+                )
             elif name == key:
                 yield f"{where} has no {key}"
         return
@@ -202,13 +219,18 @@ def misfits(value, form, at=""):
 
 
 def patiently(call, *args, **options):
-    """A call of huggingface_hub or datasets, up to five times at a server's error or half a file."""
+    """A call of huggingface_hub or datasets,
+    up to five times at a server's error or half a file.
+    """
     for wait in (1, 2, 4, 8, None):
         try:
             return call(*args, **options)
-        except Exception as error:  # LocalEntryNotFoundError: nothing is cached, because of its cause
+        # LocalEntryNotFoundError: nothing is cached, because of its cause
+        except Exception as error:
             causes = (error, error.__cause__)
-            busy = any(getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes)
+            busy = any(
+                getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes
+            )
             if wait is None or not (busy or "Consistency check failed" in str(error)):
                 raise
         time.sleep(wait)

@@ -1,18 +1,20 @@
 """Attacks runs, their folders and their data at random, and counts what held: tries out of tries.
 
-    python tests/attack.py                               # some hundred of each kind, a quarter of an hour
+    python tests/attack.py                        # some hundred of each kind, 15 minutes
     python tests/attack.py --seed=7 --kills=100 --folders=0 --data=0 --copies=0
 
-- kills: a run is ended again and again, by kill -9 at a random moment or before or after the n-th change of
-  its folder (a rename, a removal, a flush: between two renames, while it prunes, in a save in the
-  background), or by SIGTERM in an evaluation, until it is done. Every folder step_* is whole each time, no
-  run resumes before what was said to be saved, and all losses are those of a run that was never ended.
+- kills: a run is ended again and again, by kill -9 at a random moment or before or after the n-th
+  change of its folder (a rename, a removal, a flush: between two renames, while it prunes, in a
+  save in the background), or by SIGTERM in an evaluation, until it is done. Every folder step_* is
+  whole each time, no run resumes before what was said to be saved, and all losses are those of a
+  run that was never ended.
 - folders: one thing in the folder of a stopped run is changed (bytes, names, links, pipes, copies).
 - data: the data changes between a stop and a resume.
 - copies: one of two ranks has another setting, or other data.
 
-After the last three the run ends as if nothing were, bit for bit, or with one line and a code; a traceback, a
-hang, other losses and a checkpoint that is gone are failures, which are printed with their number.
+After the last three the run ends as if nothing were, bit for bit, or with one line and a code; a
+traceback, a hang, other losses and a checkpoint that is gone are failures, which are printed with
+their number.
 """
 
 import contextlib
@@ -40,7 +42,8 @@ from run import checkpoint_folders, evaluate
 from settings import Config as RunConfig
 from system import files
 
-CHANGES = "rename replace unlink rmdir mkdir fsync".split()  # functions of os, which Path and shutil call too
+# functions of os, which Path and shutil call too
+CHANGES = "rename replace unlink rmdir mkdir fsync".split()
 STEPS, STOPPED = 9, 6  # of a run; of those whose folder or data is changed
 
 
@@ -159,8 +162,8 @@ def train_until(words, ends, at_rank):
 
 
 def end(how, at, after=False):
-    """Ends this process: how: "time", after `at` s; "change", before or after the at-th change of a folder;
-    "stop", by SIGTERM before the at-th batch of evaluations."""
+    """Ends this process: how: "time", after `at` s; "change", before or after the at-th change of a
+    folder; "stop", by SIGTERM before the at-th batch of evaluations."""
     if how == "time":
         threading.Timer(at, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return
@@ -195,8 +198,14 @@ def kill(bench, place, rng, told):
     words, said = bench.words(out, **settings), 0
     for _ in range(rng.randrange(2, 7)):
         how = rng.choice(("time", "change", "change", "change", "stop"))
-        at = rng.uniform(0.05, 1.2) if how == "time" else rng.randrange(1, 120 if how == "change" else 4)
-        done = bench.run(number, words, (how, at, rng.random() < 0.5), rng.randrange(max(1, number)))
+        at = (
+            rng.uniform(0.05, 1.2)
+            if how == "time"
+            else rng.randrange(1, 120 if how == "change" else 4)
+        )
+        done = bench.run(
+            number, words, (how, at, rng.random() < 0.5), rng.randrange(max(1, number))
+        )
         check_resumed(done, said)
         said = max([said, *map(int, re.findall(r"^saved .*step_0*(\d+)$", done.stdout, re.M))])
         for folder in checkpoint_folders.folders(out):
@@ -215,14 +224,18 @@ def kill(bench, place, rng, told):
     if found(out) != bench.expected(number):
         raise Failure(f"other losses: {found(out)}, expected {bench.expected(number)}")
     if left := [
-        p.name for p in out.iterdir() if p.name.startswith(".writing") and settings["save_interval"] == 1
+        p.name
+        for p in out.iterdir()
+        if p.name.startswith(".writing") and settings["save_interval"] == 1
     ]:
         told["leftovers"] += len(left)
     return max(1, kills)
 
 
 def check_resumed(done, said):
-    """Raises Failure if a run went on from before the step that was said to be saved, or from none."""
+    """Raises Failure if a run went on from before the step that was said to be saved,
+    or from none.
+    """
     at = re.findall(r"^resumed .*step_0*(\d+)$", done.stdout, re.M)
     if "run          steps" in done.stdout and said and (not at or int(at[0]) < said):
         raise Failure(f"it resumed from {at}, although {said} was saved: {done.stderr[-500:]}")
@@ -239,7 +252,9 @@ def verdict(bench, number, done, out, told, may_differ=False):
         told[f"refused with {done.codes[0]}"] += 1
         return
     now, expected = found(out), bench.expected(number)
-    wrong = [(k, s, v, expected[k][s]) for k in now for s, v in now[k].items() if expected[k].get(s) != v]
+    wrong = [
+        (k, s, v, expected[k][s]) for k in now for s, v in now[k].items() if expected[k].get(s) != v
+    ]
     if STEPS not in now["train"] or (wrong and not may_differ):
         raise Failure(f"it was accepted and has other losses: {wrong[:3]} {done.stderr[-500:]}")
     told["went on, with a warning" if "warning:" in done.stderr else "went on"] += 1
@@ -268,7 +283,9 @@ def harm(path, rng, other):
         how = f"copy to step {steps}"
     elif how == "rename":
         path.rename(
-            path.with_name(rng.choice([f"step_{rng.randrange(99):08d}", f"{path.name}.bak", "x" * 200]))
+            path.with_name(
+                rng.choice([f"step_{rng.randrange(99):08d}", f"{path.name}.bak", "x" * 200])
+            )
         )
     elif how != "flip":
         kept = path.rename(other.parent / f"kept_{path.name}")
@@ -292,7 +309,9 @@ def change_folder(bench, place, rng, told):
     path = rng.choice(sorted(out.rglob("*")) + checkpoint_folders.folders(out) * 3)
     what = harm(path, rng, outside)
     whole = {
-        f.name: files.digest(f / "manifest.json") for f in named(out) if not checkpoint_folders.problem(f)
+        f.name: files.digest(f / "manifest.json")
+        for f in named(out)
+        if not checkpoint_folders.problem(f)
     }
     keep = rng.choice((1, 9))
     done = bench.run(number, bench.words(out, keep_last=keep))
@@ -302,7 +321,9 @@ def change_folder(bench, place, rng, told):
         verdict(bench, number, done, out, told)
         for name, digest in whole.items() if keep == 9 or any(done.codes) else ():
             manifests = [f / "manifest.json" for f in out.glob(f"{name}*")]
-            if digest not in [files.digest(manifest) for manifest in manifests if manifest.is_file()]:
+            if digest not in [
+                files.digest(manifest) for manifest in manifests if manifest.is_file()
+            ]:
                 raise Failure(f"{name} was whole and is gone")
         if outside.read_text() != "mine":
             raise Failure("a file outside of the folder was written")
@@ -346,7 +367,9 @@ def change_data(bench, place, rng, told):
     else:
         text = (data / "manifest.json").read_text()
         digits = re.findall("[0-9a-f]{64}", text)
-        (data / "manifest.json").write_text(text.replace(rng.choice(digits), f"{rng.getrandbits(256):064x}"))
+        (data / "manifest.json").write_text(
+            text.replace(rng.choice(digits), f"{rng.getrandbits(256):064x}")
+        )
     same = content(data) == content(bench.data)
     done = bench.run(number, bench.words(out, data))
     try:
@@ -363,13 +386,21 @@ def content(data):
     return [path.read_bytes() if path.is_file() else None for path in sorted(data.glob("a_*.bin"))]
 
 
-OTHERS = dict(lr=[0.5, 1e-4], seed=[2, 7], shuffle_seed=[2, None], batch_size=[1, 2], max_steps=[5, 20])
-OTHERS |= dict(save_interval=[0, 1, 5], eval_interval=[0, 1, 4], dropout=[0.0, 0.2], beta2=[0.9], clip=[None])
+OTHERS = dict(
+    lr=[0.5, 1e-4], seed=[2, 7], shuffle_seed=[2, None], batch_size=[1, 2], max_steps=[5, 20]
+)
+OTHERS |= dict(
+    save_interval=[0, 1, 5], eval_interval=[0, 1, 4], dropout=[0.0, 0.2], beta2=[0.9], clip=[None]
+)
 OTHERS |= dict(
     resume=["none"], dry_run=[True], overfit=[True], parallel=["fsdp"], n_layer=[1], remat=["block"]
 )
 OTHERS |= dict(
-    async_save=[True], keep_last=[1], hellaswag_interval=[2], max_skipped_steps=[3], weight_decay=[0.3]
+    async_save=[True],
+    keep_last=[1],
+    hellaswag_interval=[2],
+    max_skipped_steps=[3],
+    weight_decay=[0.3],
 )
 
 

@@ -1,4 +1,6 @@
-"""Where kernels run, cases with marks, and comparisons of results, gradients and runs of train.py."""
+"""Where kernels run, cases with marks, and comparisons of results,
+gradients and runs of train.py.
+"""
 
 import contextlib
 import functools
@@ -17,19 +19,24 @@ from settings import Config, GPTConfig
 CPU, GPU = torch.device("cpu"), torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 INTERPRETED = not GPU and os.environ.get("TRITON_INTERPRET") == "1"
-runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
+runs_kernels = pytest.mark.skipif(
+    not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1"
+)
 LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 
 # cases of a parametrized test with marks: slow(*case)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 gpt2 = functools.partial(pytest.param, marks=pytest.mark.gpt2)
 repeated = functools.partial(pytest.param, marks=[pytest.mark.repeated, pytest.mark.slow])
-costly = slow if GPU else repeated  # of which others say much the same, and a CPU takes long for each
+# of which others say much the same, and a CPU takes long for each
+costly = slow if GPU else repeated
 
 
 def small(**changes):
     """The settings of a model that costs a test little."""
-    return GPTConfig(**dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32) | changes)
+    return GPTConfig(
+        **dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32) | changes
+    )
 
 
 def error(a, b):
@@ -38,7 +45,9 @@ def error(a, b):
 
 
 def with_gradients(function, inputs, dy):
-    """[function(*inputs), the gradient of each input] for a gradient of the result, which takes its dtype."""
+    """[function(*inputs), the gradient of each input] for a gradient of the result,
+    which takes its dtype.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
@@ -60,8 +69,13 @@ def copied(run, step, to):
 
 
 def same_run(one, other, **bounds):
-    """Asserts that two runs, `one` of one process, have the same losses and samples, and end `alike`."""
-    texts = [[line["texts"] for line in read_log(run) if line["kind"] == "sample"] for run in (one, other)]
+    """Asserts that two runs, `one` of one process, have the same losses and samples,
+    and end `alike`.
+    """
+    texts = [
+        [line["texts"] for line in read_log(run) if line["kind"] == "sample"]
+        for run in (one, other)
+    ]
     assert texts[0] == texts[1]
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
@@ -72,12 +86,17 @@ def same_run(one, other, **bounds):
 
 
 def same_norms(one, other):
-    """Asserts that two runs have the same RMS of matrices, whose four digits in the log may differ by one."""
+    """Asserts that two runs have the same RMS of matrices,
+    whose four digits in the log may differ by one.
+    """
     a, b = ([line for line in read_log(run) if line["kind"] == "norms"] for run in (one, other))
     b = {line["step"]: line for line in b}
     for line in a:
         for kind in ("weight", "gradient", "update"):
-            assert b[line["step"]][kind] == pytest.approx(line[kind], rel=2e-3), (line["step"], kind)
+            assert b[line["step"]][kind] == pytest.approx(line[kind], rel=2e-3), (
+                line["step"],
+                kind,
+            )
 
 
 def last_checkpoint(run):
@@ -92,23 +111,29 @@ def initial_weights(run):
 
 
 def alike(found, expected, start, moments=1e-4, weights=5e-3):
-    """Asserts that two checkpoints of runs from the weights `start` differ in each tensor by rounding alone.
+    """Asserts that two checkpoints of runs from the weights `start` differ in each tensor by
+    rounding alone.
 
-    First moments are sums of gradients. Their difference, relative in the norm, may be `moments`: a gradient
-    that is 1% too large shows there. It does not in the weights, since AdamW and Muon ignore its scale.
-    AdamW8bit's codes are not compared, since rounding may choose the next one, 1/8 away.
+    First moments are sums of gradients. Their difference, relative in the norm, may be `moments`: a
+    gradient that is 1% too large shows there. It does not in the weights, since AdamW and Muon
+    ignore its scale. AdamW8bit's codes are not compared, since rounding may choose the next one,
+    1/8 away.
 
-    Weights are compared relative to how far they moved; one that did not move is to be equal. AdamW divides a
-    gradient by its size: where one is all but cancelled, its rounding moves a weight as far as others move in
-    a step. That is little of the way of a whole tensor, but more than any bound on one number that would
-    show a fault. With AVX-512, AVX2 and plain code the largest ratios were 7e-6 and 3e-4.
+    Weights are compared relative to how far they moved; one that did not move is to be equal. AdamW
+    divides a gradient by its size: where one is all but cancelled, its rounding moves a weight as
+    far as others move in a step. That is little of the way of a whole tensor, but more than any
+    bound on one number that would show a fault. With AVX-512, AVX2 and plain code the largest
+    ratios were 7e-6 and 3e-4.
 
-    Rounding of a gradient is relative to the terms of its sum, not to the sum. Errors of moments below NOISE
-    of the norm of all moments are none; where a tensor has no larger moments, its weights follow rounding
-    alone, as of k's bias, which without RoPE moves no loss, and are not compared.
+    Rounding of a gradient is relative to the terms of its sum, not to the sum. Errors of moments
+    below NOISE of the norm of all moments are none; where a tensor has no larger moments, its
+    weights follow rounding alone, as of k's bias, which without RoPE moves no loss, and are not
+    compared.
     """
     a, b = (first_moments(tensors["optimizer"]) for tensors in (found, expected))
-    assert a.keys() == b.keys() and found["model"].keys() == expected["model"].keys() == start.keys()
+    assert (
+        a.keys() == b.keys() and found["model"].keys() == expected["model"].keys() == start.keys()
+    )
     noise = NOISE * sum(norm(moment) ** 2 for moment in b.values()) ** 0.5
     wrong = {}
     for name, moment in b.items():
@@ -143,11 +168,15 @@ def first_moments(tensors):
 def same_end(folder, whole, steps=(4, 5, 6)):
     """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
     expected = losses(read_log(whole))
-    assert losses(read_log(folder)) == pytest.approx({step: expected[step] for step in steps}, rel=4e-6)
+    assert losses(read_log(folder)) == pytest.approx(
+        {step: expected[step] for step in steps}, rel=4e-6
+    )
 
 
 def resumed_bitwise(data_dir, folder, **settings):
-    """Asserts that a run goes on from step 5 as if it had not ended; its last checkpoint's tensors."""
+    """Asserts that a run goes on from step 5 as if it had not ended;
+    its last checkpoint's tensors.
+    """
     settings = dict(save_interval=5, keep_last=9, eval_interval=5, **settings)
     whole = train_here(data_dir, folder / "a", **settings)
     again = train_here(data_dir, copied(folder / "a", 5, folder / "b"), resume="auto", **settings)

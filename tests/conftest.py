@@ -1,4 +1,6 @@
-"""Shared by the tests: small shards of real text, and runs of train.py in this process or over ranks."""
+"""Shared by the tests: small shards of real text,
+and runs of train.py in this process or over ranks.
+"""
 
 import contextlib
 import functools
@@ -20,8 +22,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, for deterministic tests too
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes that import torch
+# read once, for deterministic tests too
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# else a pool of processes that import torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 interpreter.hasten()
 
@@ -50,7 +54,9 @@ GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` without a CUDA device; marks those of kernels that run on either `device`."""
+    """Skips tests marked `gpu` without a CUDA device;
+    marks those of kernels that run on either `device`.
+    """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -59,10 +65,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=why))
         if "products" in item.fixturenames:
             item.add_marker("device")
-        item.user_properties += [("fault", row) for mark in item.iter_markers("fault") for row in mark.args]
+        item.user_properties += [
+            ("fault", row) for mark in item.iter_markers("fault") for row in mark.args
+        ]
 
 
-# what compile_model, fusion.register, make_deterministic and serve set for the process; `kept` names the rest
+# what compile_model, fusion.register, make_deterministic and serve set for the process; `kept`
+# names the rest
 SETTINGS = [
     (torch._dynamo.config, "recompile_limit"),
     (torch._dynamo.config, "optimize_ddp"),
@@ -77,7 +86,9 @@ SETTINGS = [
 
 @contextlib.contextmanager
 def kept():
-    """Puts back what is set for the whole process within, so that no test depends on those before it."""
+    """Puts back what is set for the whole process within,
+    so that no test depends on those before it.
+    """
     environment, served = dict(os.environ), set(forms.served)
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -91,7 +102,8 @@ def kept():
                 setattr(owner, name, value)
         forms.served.clear()
         forms.served.update(served)
-        torch.set_float32_matmul_precision(products)  # "high", which autocast sets for all but fp32, is TF32
+        # "high", which autocast sets for all but fp32, is TF32
+        torch.set_float32_matmul_precision(products)
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
@@ -100,7 +112,9 @@ def kept():
 
 
 def restore(environment):
-    """Sets what is not as in `environment`; no more, since another thread may be reading the others."""
+    """Sets what is not as in `environment`;
+    no more, since another thread may be reading the others.
+    """
     now = dict(os.environ)
     for name in now | environment:
         if now.get(name) != environment.get(name) and name != "PYTEST_CURRENT_TEST":
@@ -136,7 +150,9 @@ def read_rows(loader, steps):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--reliability", metavar="FILE", help="write what became of the faults' tests there")
+    parser.addoption(
+        "--reliability", metavar="FILE", help="write what became of the faults' tests there"
+    )
 
 
 def pytest_configure(config):
@@ -162,11 +178,15 @@ def stdlib_bytes(count):
 
 
 def peak_bytes(work):
-    """The most memory that work() held at a time on the CPU, in bytes, besides what there was before."""
+    """The most memory that work() held at a time on the CPU, in bytes,
+    besides what there was before.
+    """
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         kept = work()  # freed after the profile
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     del kept
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))
@@ -202,8 +222,8 @@ def stand_in_for_cublas(put=setattr):
 def compiler(request, monkeypatch):
     """Runs a test twice: with TorchDynamo's graphs alone, and with all that torch.compile does.
 
-    The second builds C++ code, 4 s a kernel on a CPU. The first finds graph breaks, recompilations, and what
-    the partition into forward and backward changes.
+    The second builds C++ code, 4 s a kernel on a CPU. The first finds graph breaks, recompilations,
+    and what the partition into forward and backward changes.
     """
     torch._dynamo.reset()
     if request.param == "graphs":
@@ -213,7 +233,9 @@ def compiler(request, monkeypatch):
 
 
 def compile_to_graphs(put=setattr):
-    """Lets torch.compile and Module.compile make the same graphs as for inductor, run by ATen's operators."""
+    """Lets torch.compile and Module.compile make the same graphs as for inductor,
+    run by ATen's operators.
+    """
     put(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
 
 
@@ -231,7 +253,10 @@ def data_dir(tmp_path_factory):
 def flags(data_dir, out_dir, **settings):
     """Words of the test recipe on byte shards."""
     base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", tokenizer="bytes")
-    return ["config/test.py", *(f"--{k}={v}" for k, v in (base | {"eval_interval": 0} | settings).items())]
+    return [
+        "config/test.py",
+        *(f"--{k}={v}" for k, v in (base | {"eval_interval": 0} | settings).items()),
+    ]
 
 
 def train_here(data_dir, out_dir, **settings):
@@ -245,7 +270,9 @@ train_ranks = ranks.run
 
 
 def train_in_rank(words, compiler="inductor"):
-    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0, "") without one."""
+    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0,
+    "") without one.
+    """
     if compiler == "graphs":
         compile_to_graphs()
     try:
@@ -273,7 +300,9 @@ def losses(log, kind="train"):
 def save_model(folder, model, cfg, step=0):
     """A checkpoint of weights alone; returns its folder."""
 
-    return checkpoint.save(folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)})
+    return checkpoint.save(
+        folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)}
+    )
 
 
 def load_model(folder):
@@ -286,4 +315,6 @@ def load_model(folder):
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
     tensors, state = reshard.open_folder(folder)
-    return {group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()}, state
+    return {
+        group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()
+    }, state

@@ -1,6 +1,7 @@
 """Fills in the table of docs/reliability.md, whose rows are the faults that a run must survive.
 
-A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs these and writes verdicts.
+A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs these and writes
+verdicts.
 """
 
 import datetime
@@ -30,11 +31,15 @@ class Table:
             return
         machine = f"{os.cpu_count()} CPU cores and {'a' if torch.cuda.is_available() else 'no'} GPU"
         told = f"on {datetime.date.today()} with {machine}"
-        text = re.sub(r"on \d+-\d+-\d+ with \d+ CPU cores and (a|no) GPU", told, self.path.read_text())
+        text = re.sub(
+            r"on \d+-\d+-\d+ with \d+ CPU cores and (a|no) GPU", told, self.path.read_text()
+        )
         self.path.write_text(re.sub(r"(?m)^(\| (\d+) \|[^|]*\|[^|]*\|).*", self.line, text))
 
     def line(self, row):
-        """A row of the table, as matched: its number and words stay, the verdict and the tests are new."""
+        """A row of the table, as matched: its number and words stay,
+        the verdict and the tests are new.
+        """
         tests = self.found.get(int(row[2]), {})
         outcomes = [outcome for of in tests.values() for outcome in of]
         passed = outcomes.count("passed")

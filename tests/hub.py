@@ -1,7 +1,8 @@
-"""A server on this machine that speaks the Hugging Face hub's protocol as far as downloads need, with faults.
+"""A server on this machine that speaks the Hugging Face hub's protocol as far as downloads need,
+with faults.
 
-    with Hub(folder) as hub:  # folder/datasets/NAME/file, folder/models/NAME/file; NAME is owner/repository
-        hub.faults["a_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of paths that end so
+    with Hub(folder) as hub:  # folder/datasets/owner/repository/file, folder/models/...
+        hub.faults["a_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of it
 
 drop: the connection ends in the middle of the body. short: a whole reply of half the file.
 """
@@ -59,15 +60,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if not folder.is_dir():
             return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+        files = {
+            p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()
+        }
         if call == "paths-info":
             files = {path: files[path] for path in json.loads(body)["paths"] if path in files}
         if call in ("tree", "paths-info"):
-            found = [dict(type="file", path=p, size=f.stat().st_size, oid=etag(f)) for p, f in files.items()]
+            found = [
+                dict(type="file", path=p, size=f.stat().st_size, oid=etag(f))
+                for p, f in files.items()
+            ]
         else:
             siblings = [{"rfilename": path} for path in files]
             found = dict(id=name, sha=SHA, private=False, gated=False, tags=[], siblings=siblings)
-        return self.reply(200, json.dumps(found).encode(), {"Content-Type": "application/json"}, fault)
+        return self.reply(
+            200, json.dumps(found).encode(), {"Content-Type": "application/json"}, fault
+        )
 
     def file(self, path, fault):
         if not path.is_file():

@@ -1,12 +1,14 @@
-"""Runs scripts and functions over several ranks on this machine, without importing torch for each of them.
+"""Runs scripts and functions over several ranks on this machine, without importing torch for each
+of them.
 
-    done = ranks.run(2, ["config/test.py", "--max_steps=3"])    # `python train.py WORDS` in each of two ranks
-    done = ranks.run(0, words, script="convert.py")             # one process without a process group
-    values = ranks.call(2, function, *arguments)                # [function(*arguments) in rank 0, in rank 1]
+    done = ranks.run(2, ["config/test.py", "--max_steps=3"])  # `python train.py WORDS` in two ranks
+    done = ranks.run(0, words, script="convert.py")           # one process, no process group
+    values = ranks.call(2, function, *arguments)              # [its result in rank 0, in rank 1]
 
-torchrun starts a Python for every rank, which imports torch for 5 to 10 s of CPU time. Here one server per
-pytest process imports it once, starts no thread and touches no device; for each run it forks a child per
-rank, which leads its own session and ends without Python's shutdown. Tests of these use `torchrun` below.
+torchrun starts a Python for every rank, which imports torch for 5 to 10 s of CPU time. Here one
+server per pytest process imports it once, starts no thread and touches no device; for each run it
+forks a child per rank, which leads its own session and ends without Python's shutdown. Tests of
+these use `torchrun` below.
 """
 
 import atexit
@@ -34,7 +36,9 @@ ROOT, PORTS = Path(__file__).parent.parent, []
 
 @dataclass
 class Ran:
-    """The end of a run, like subprocess.CompletedProcess, with the code and the texts of each rank."""
+    """The end of a run, like subprocess.CompletedProcess,
+    with the code and the texts of each rank.
+    """
 
     returncode: int  # 0, or the code of the rank that failed first; negative: killed by that signal
     codes: list  # of each rank
@@ -51,7 +55,10 @@ class Ran:
 
 
 def run(ranks, words, script="train.py", **limits):
-    """`python script words` from the root in each rank (0: one process, no rank) -> Ran. limits: as `ask`."""
+    """`python script words` from the root in each rank (0: one process, no rank) -> Ran.
+
+    limits: as `ask`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return _pool().ask(folder, ranks, script=str(script), words=list(map(str, words)), **limits)
 
@@ -59,7 +66,8 @@ def run(ranks, words, script="train.py", **limits):
 def call(ranks, function, *arguments, **limits):
     """[value of function(*arguments) in each rank], where none may fail.
 
-    The function stands at the top level of a module in tests/ and joins the process group by itself.
+    The function stands at the top level of a module in tests/ and joins the process group by
+    itself.
     """
     done, values = attempt(ranks, function, *arguments, **limits)
     assert done.returncode == 0, f"exit codes {done.codes}\n{done.stdout}\n{done.stderr}"
@@ -70,14 +78,23 @@ def attempt(ranks, function, *arguments, **limits):
     """As `call`, for ranks that may fail -> (Ran, values, None from a rank that did)."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
-        done = _pool().ask(folder, ranks, function=[function.__module__, function.__qualname__], **limits)
+        done = _pool().ask(
+            folder, ranks, function=[function.__module__, function.__qualname__], **limits
+        )
         files = [Path(folder) / f"value_{rank}" for rank in range(max(ranks, 1))]
         return done, [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
 def torchrun(ranks, words, script="train.py", timeout=300):
-    """The script under torchrun, or as a plain new process for 0 ranks -> subprocess.CompletedProcess."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+    """The script under torchrun, or as a plain new process for 0
+    ranks -> subprocess.CompletedProcess.
+    """
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={ranks}",
+        f"--master_port={free_port()}",
+    ]
     command = [sys.executable, *(launcher if ranks else []), str(script), *words]
     kept = dict(capture_output=True, text=True, timeout=timeout)
     return subprocess.run(command, cwd=ROOT, env=environment(), **kept)
@@ -85,11 +102,17 @@ def torchrun(ranks, words, script="train.py", timeout=300):
 
 def environment():
     """Variables of a run: one thread a rank, since ranks share the cores; no hub."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
 
 
 def free_port():
-    PORTS.append(s := socket.socket())  # kept bound: no other process gets the port, a store still may
+    # kept bound: no other process gets the port, a store still may
+    PORTS.append(s := socket.socket())
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
@@ -102,7 +125,8 @@ class _Pool:
     """The server process. One that died or hangs is replaced by the next run."""
 
     def __init__(self):
-        # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a fork
+        # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a
+        # fork
         env = environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=env, **pipes)
@@ -111,7 +135,9 @@ class _Pool:
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
-        """timeout, s, for all; grace, s that others have to end once a rank has failed, before a kill."""
+        """timeout, s, for all; grace, s that others have to end once a rank has failed,
+        before a kill.
+        """
         request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
         request["env"] = environment()
         reply = ""
@@ -126,7 +152,9 @@ class _Pool:
             raise RuntimeError(f"the server of ranks died or hung in {what}")
         found = json.loads(reply)
         read = lambda name, rank: (Path(folder) / f"{name}_{rank}").read_text(errors="replace")
-        texts = [[read(name, rank) for rank in range(max(ranks, 1))] for name in ("stdout", "stderr")]
+        texts = [
+            [read(name, rank) for rank in range(max(ranks, 1))] for name in ("stdout", "stderr")
+        ]
         return Ran(found["first"], found["codes"], *texts)
 
     def close(self):
@@ -157,7 +185,9 @@ def serve():
     os.dup2(2, 1)  # nothing else may come between the replies
     sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
-    for module in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
+    for (
+        module
+    ) in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank
     threads = Path("/proc/self/task")
@@ -181,7 +211,9 @@ def forked(rank, request):
 
 def spawned(rank, request):
     """As `forked`, but the rank imports torch again."""
-    return os.posix_spawn(sys.executable, [sys.executable, __file__, json.dumps([rank, request])], os.environ)
+    return os.posix_spawn(
+        sys.executable, [sys.executable, __file__, json.dumps([rank, request])], os.environ
+    )
 
 
 def be_process(rank, request):
@@ -198,7 +230,10 @@ def be_process(rank, request):
 
 
 def wait_for(pids, timeout, grace):
-    """(exit codes, the first that is not 0). Ranks over the time, or who outlive one, are killed."""
+    """(exit codes, the first that is not 0).
+
+    Ranks over the time, or who outlive one, are killed.
+    """
     codes, first, deadline = {}, 0, time.monotonic() + timeout
     while len(codes) < len(pids):
         for pid in (pid for pid in pids if pid not in codes):
@@ -232,7 +267,9 @@ def be_rank(rank, request):
     os.environ.update(request["env"])
     if request["ranks"]:
         size = str(request["ranks"])
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+        )
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
     try:
         if "function" in request:

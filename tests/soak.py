@@ -1,12 +1,14 @@
-"""A long run of a small model with everything switched on: do its memory and its step time stay as they are?
+"""A long run of a small model with everything switched on: do its memory and its step time stay as
+they are?
 
     python tests/soak.py                             # 5,000 steps on two CPU ranks, 2 to 4 minutes
     python tests/soak.py --ranks=1 --device=cuda     # on a GPU
 
-It trains on bytes of Python's own source under torchrun, with evaluation, HellaSwag, samples and asynchronous
-saves, and reads the ranks' resident memory twice a second and the step time from log.jsonl. Memory may grow
-by 2% over the last four fifths of the run, by a least-squares line, and a step's time by 10% from the second
-fifth to the last. It prints a table and ends with 1 if something does not hold. Linux alone, for /proc.
+It trains on bytes of Python's own source under torchrun, with evaluation, HellaSwag, samples and
+asynchronous saves, and reads the ranks' resident memory twice a second and the step time from
+log.jsonl. Memory may grow by 2% over the last four fifths of the run, by a least-squares line, and
+a step's time by 10% from the second fifth to the last. It prints a table and ends with 1 if
+something does not hold. Linux alone, for /proc.
 """
 
 import json
@@ -54,12 +56,16 @@ def main(cfg):
 
 
 def make_data(folder):
-    """(folder of shards, file of HellaSwag's form), a million bytes and 200 examples that teach nothing."""
+    """(folder of shards, file of HellaSwag's form),
+    a million bytes and 200 examples that teach nothing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = stdlib_bytes(1_000_000)
     write_shard(folder / "py_val_000000.bin", tokens[:50_000])
     write_shard(folder / "py_train_000001.bin", tokens[50_000:])
-    examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
+    examples = [
+        dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)
+    ]
     (folder / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder, folder / "hellaswag.jsonl"
 
@@ -67,14 +73,24 @@ def make_data(folder):
 def command(cfg, data, hellaswag):
     every = max(1, cfg.steps // 20)
     settings = dict(data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run")
-    settings |= dict(device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1)
+    settings |= dict(
+        device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1
+    )
     settings |= dict(eval_interval=every, eval_tokens=4096, overwrite=True, sample_interval=every)
     settings |= dict(hellaswag_interval=every, hellaswag_file=hellaswag, sample_prompt="def ")
     settings |= dict(save_interval=every, async_save=True, keep_last=2)
-    if cfg.device == "cuda":  # launching kernels is nearly all that so small a step does: few of them
+    # launching kernels is nearly all that so small a step does: few of them
+    if cfg.device == "cuda":
         settings |= dict(compile=True, batch_size=16)
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.ranks} train.py config/test.py"
-    return [sys.executable, *launcher.split(), *(f"--{key}={value}" for key, value in settings.items())]
+    launcher = (
+        f"-m torch.distributed.run --standalone --nproc_per_node={cfg.ranks} "
+        "train.py config/test.py"
+    )
+    return [
+        sys.executable,
+        *launcher.split(),
+        *(f"--{key}={value}" for key, value in settings.items()),
+    ]
 
 
 def train(cfg, words, out_dir):
@@ -82,7 +98,9 @@ def train(cfg, words, out_dir):
     shutil.rmtree(out_dir, ignore_errors=True)
     env, samples = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, []
     with open(out_dir.parent / "console.log", "w") as console:
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=console, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=env, stdout=console, stderr=subprocess.STDOUT
+        )
         try:
             while process.poll() is None:
                 used, step = memory_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
@@ -92,12 +110,16 @@ def train(cfg, words, out_dir):
         finally:
             process.terminate()
     if process.returncode:
-        raise UserError(f"the run ended with {process.returncode}; see {out_dir.parent / 'console.log'}")
+        raise UserError(
+            f"the run ended with {process.returncode}; see {out_dir.parent / 'console.log'}"
+        )
     return np.array(samples, dtype=float)
 
 
 def memory_of_ranks(torchrun):
-    """[MiB of resident memory of rank 0, of rank 1, ...], in the order in which torchrun started them."""
+    """[MiB of resident memory of rank 0, of rank 1, ...],
+    in the order in which torchrun started them.
+    """
     try:
         pids = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
@@ -117,11 +139,19 @@ def last_step(log):
 
 
 def complete(cfg, folder, log):
-    """Rows of the table, (what, found, limit, whether it holds): has all been done that was to be?"""
+    """Rows of the table, (what, found, limit, whether it holds):
+    has all been done that was to be?
+    """
     saved = list(folder.glob("step_*"))
-    counts = [sum(line["kind"] == kind for line in log) for kind in ("train", "val", "hellaswag", "sample")]
+    counts = [
+        sum(line["kind"] == kind for line in log)
+        for kind in ("train", "val", "hellaswag", "sample")
+    ]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad, left = [path for path in saved if checkpoint_folders.problem(path)], list(folder.glob(".writing*"))
+    bad, left = (
+        [path for path in saved if checkpoint_folders.problem(path)],
+        list(folder.glob(".writing*")),
+    )
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
     expected = [cfg.steps, times, times, times - 1]  # samples are not made before the first step
@@ -134,19 +164,25 @@ def complete(cfg, folder, log):
 def flat(cfg, samples, log):
     """Rows of the table, as `complete`: have memory and step time stayed?"""
     rows, late = [], samples[samples[:, 0] >= SETTLED * samples[-1, 0]]
-    parts = np.array_split(late, min(16, len(late)))  # medians: an evaluation takes some MiB for a moment
+    # medians: an evaluation takes some MiB for a moment
+    parts = np.array_split(late, min(16, len(late)))
     late = np.array([np.median(part, axis=0) for part in parts])
     for rank, memory in enumerate(late.T[1:]):
         line = np.polyval(np.polyfit(late[:, 0], memory, 1), late[:, 0])
         growth = (line[-1] - line[0]) / line.mean()
         found = f"{line[0]:.1f} to {line[-1]:.1f} MiB, {growth:+.2%}"
-        rows.append((f"memory of rank {rank}", found, f"growth under {GROWTH:.0%}", growth < GROWTH))
+        rows.append(
+            (f"memory of rank {rank}", found, f"growth under {GROWTH:.0%}", growth < GROWTH)
+        )
     dt = np.array([[line["step"], line["dt_ms"]] for line in log if line["kind"] == "train"])
     at, ms = dt.T
     ends = [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)]
     second, last = (np.median(ms[(at > a) & (at <= b)]) for a, b in ends)
     found, slower = f"{second:.2f} to {last:.2f} ms, {last / second - 1:+.1%}", last / second - 1
-    return [*rows, ("step time, median of fifths", found, f"growth under {SLOWER:.0%}", slower < SLOWER)]
+    return [
+        *rows,
+        ("step time, median of fifths", found, f"growth under {SLOWER:.0%}", slower < SLOWER),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A step of train.Training as train.py's loop takes it, for the tests that train without that loop."""
+"""A step of train.Training as train.py's loop takes it,
+for the tests that train without that loop.
+"""
 
 import optim
 

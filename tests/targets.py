@@ -1,9 +1,10 @@
 """Compiles every Triton kernel that a training step launches, for GPUs that need not be there.
 
-    python tests/targets.py 80 90    # lines: kernel, capability, shared memory, warps, registers, stack
+    python tests/targets.py 80 90    # kernel, capability, shared memory, warps, registers, stack
 
-A GPU is given by its compute capability. One block takes a step on the CPU, in which launches compile and
-do not run; cuBLASLt's GEMMs compute nothing, and those of the loss on Hopper are left out.
+A GPU is given by its compute capability. One block takes a step on the CPU, in which launches
+compile and do not run; cuBLASLt's GEMMs compute nothing, and those of the loss on Hopper are left
+out.
 """
 
 import re
@@ -43,12 +44,16 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 def device(capability):
     """Stands for a GPU in Triton: what its compiler asks of a driver."""
     answers = dict(target=GPUTarget("cuda", capability, 32), device=capability, stream=0)
-    asked = {f"get_current_{what}": lambda *_, answer=answer: answer for what, answer in answers.items()}
+    asked = {
+        f"get_current_{what}": lambda *_, answer=answer: answer for what, answer in answers.items()
+    }
     return SimpleNamespace(**asked, get_active_torch_device=lambda: CPU)
 
 
 def compiled(capability):
-    """{(kernel, hash): CompiledKernel} of a step of each shape, in bf16 and, where the GPU has it, in fp8."""
+    """{(kernel, hash): CompiledKernel} of a step of each shape, in bf16
+    and, where the GPU has it, in fp8.
+    """
     found, launch = {}, JITFunction.run
 
     def compile_only(self, *arguments, grid, warmup, **options):
@@ -80,7 +85,8 @@ def compiled(capability):
 
 
 def step(shape, fp8):
-    model = models.build(GPTConfig(block_size=64, n_layer=1, **shape), CPU)  # untouched, so no memory
+    # untouched, so no memory
+    model = models.build(GPTConfig(block_size=64, n_layer=1, **shape), CPU)
     if fp8:
         for layer in model.modules():
             if type(layer) in (models.Linear, models.Head):
@@ -124,7 +130,9 @@ def hopper_loss(width, vocab_rows, softcap, tokens=16):
         shifts = loss.target_logits(x, w, targets, softcap)
         for grad in (True, False):
             grads = torch.zeros(tokens, vocab_rows, dtype=torch.bfloat16)
-            loss.exponential_rows(x, w, targets, shifts, losses, factors, grads, vocab_rows, softcap, grad)
+            loss.exponential_rows(
+                x, w, targets, shifts, losses, factors, grads, vocab_rows, softcap, grad
+            )
     finally:
         hopper.exponentials = real
 

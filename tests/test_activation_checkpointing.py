@@ -1,4 +1,6 @@
-"""A model that computes parts of its forward again gives the same losses, to the bit, and gradients."""
+"""A model that computes parts of its forward again gives the same losses, to the bit,
+and gradients.
+"""
 
 import contextlib
 import gc
@@ -34,7 +36,9 @@ def build(shape=GROUPED, kind="none", device="cpu", **options):
     """A model of three layers; options: of apply, n_layer, n_embd, vocab_size, block_size."""
     sizes = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32)
     sizes |= {name: options.pop(name) for name in sizes.keys() & options.keys()}
-    return apply(models.build(GPTConfig(**sizes, **shape), torch.device(device), 0), kind, **options)
+    return apply(
+        models.build(GPTConfig(**sizes, **shape), torch.device(device), 0), kind, **options
+    )
 
 
 def batch():
@@ -48,7 +52,9 @@ def trained(model):
 
 
 def check(model, shape=GROUPED, rel=0.0, atol=1e-7):
-    """Loss and gradients are those of a model that keeps all; sums in another order have other last bits."""
+    """Loss and gradients are those of a model that keeps all;
+    sums in another order have other last bits.
+    """
     (loss, grads), (expected, refs) = trained(model), trained(build(shape))
     torch.testing.assert_close(loss, expected, rtol=rel, atol=0)
     torch.testing.assert_close(grads, refs, rtol=1e-4, atol=atol)
@@ -109,7 +115,9 @@ DRAWS = {
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("kind", ["block", "selective"])
 def test_random_numbers_of_an_edit_are_replayed(kind, draws):
-    """An activation that draws numbers; tiles draw others than the whole, so they are compared with tiles."""
+    """An activation that draws numbers; tiles draw others than the whole,
+    so they are compared with tiles.
+    """
     found = []
     for own in (kind, kind if kind == "selective" else "none"):
         model = build({})
@@ -138,7 +146,9 @@ def test_same_gradients_compiled(kind, compiler):
 
 
 def kept_bytes(kind):
-    """Bytes that autograd holds between forward and backward, each storage once, parameters apart."""
+    """Bytes that autograd holds between forward and backward, each storage once,
+    parameters apart.
+    """
     model = build(kind=kind, n_layer=4, block_size=64)
     found = saved(model)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -163,7 +173,9 @@ def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
 
 
 def test_what_is_kept():
-    """selective: of 512 tokens a block, neither gate and up, 352 numbers, nor their product, 176."""
+    """selective: of 512 tokens a block, neither gate and up, 352
+    numbers, nor their product, 176.
+    """
     none = kept_bytes("none")
     assert kept_bytes("block") < none / 5
     assert none - kept_bytes("selective") >= 4 * 512 * (352 + 176) * 4
@@ -173,7 +185,9 @@ def test_what_is_kept():
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("heads, T, D", [((4, 4), 128, 64), ((8, 2), 384, 128)])
 def test_kept_attention(backend, heads, T, D):
-    """Result and gradients are those of the attention that computes both, also for a dy of another layout."""
+    """Result and gradients are those of the attention that computes both,
+    also for a dy of another layout.
+    """
     bf16 = dict(device="cuda", dtype=torch.bfloat16)
     qkv = [torch.randn(2, T, h, D, **bf16).transpose(1, 2) for h in (*heads, heads[1])]
     ours = lambda *qkv: kernels.attention(*qkv, backend)
@@ -184,7 +198,8 @@ def test_kept_attention(backend, heads, T, D):
 
     def kept(*qkv):
         results = []
-        for recording in (True, False):  # the recomputation reads the results, the backward frees them
+        # the recomputation reads the results, the backward frees them
+        for recording in (True, False):
             with attention.use(results, recording, contextlib.nullcontext()):
                 y = attention(*qkv, backend)
             assert torch.equal(y, expected)
@@ -193,13 +208,18 @@ def test_kept_attention(backend, heads, T, D):
     for dy in (torch.randn_like(expected), torch.randn(expected.shape, **bf16)):
         exact = with_gradients(theirs, [x.float() for x in qkv], dy)
         for function in (kept, ours):
-            assert all(error(*pair) < 1e-2 for pair in zip(with_gradients(function, qkv, dy), exact))  # bf16
+            # bf16
+            assert all(
+                error(*pair) < 1e-2 for pair in zip(with_gradients(function, qkv, dy), exact)
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_offload_on_a_gpu(kind):
-    """Gradients with what is kept on the host, in tiles and fused, are those of a model that keeps all."""
+    """Gradients with what is kept on the host, in tiles and fused,
+    are those of a model that keeps all.
+    """
     forms.serve(torch.device("cuda"))
     shape = GROUPED | {"n_hidden": 704, "qk_norm": True}  # whose norm gives float32 under autocast
     sizes = dict(vocab_size=512, n_layer=5, n_embd=256, block_size=1024, device="cuda")
@@ -230,7 +250,9 @@ def test_large_host_memory_is_pinned_at_its_own_size():
 
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_a_block_frees_what_it_kept_after_its_backward(kind):
-    """With the garbage collector off: no reference cycle, and no ctx, holds tensors until the end."""
+    """With the garbage collector off: no reference cycle, and no ctx,
+    holds tensors until the end.
+    """
     model, live = build(kind=kind, tile=16, n_layer=8), []
     is_kept = lambda x: type(x) is torch.Tensor and x.shape[:1] == (3,) and x.dim() > 2
 

@@ -1,4 +1,6 @@
-"""adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW; also weights in bf16."""
+"""adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW;
+also weights in bf16.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from scale import adamw8bit, parallel
 from scale.adamw8bit import AdamW8bit
 from settings import Config
 
-M, V = (adamw8bit.M_LEVELS, True), (adamw8bit.V_LEVELS, False)  # levels, whether small ones go to zero
+# levels, whether small ones go to zero
+M, V = (adamw8bit.M_LEVELS, True), (adamw8bit.V_LEVELS, False)
 OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 LOW = dict(optimizer="adamw8bit", weights="bf16")
 
@@ -30,10 +33,12 @@ def round_trip(x, levels, to_zero):
 @pytest.mark.parametrize("levels, to_zero", [M, V])
 def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
     torch.manual_seed(0)
-    x = torch.exp2(torch.randint(-60, 60, (50, 1)) - 15 * torch.rand(50, 256))  # 15 octaves in a group
+    # 15 octaves in a group
+    x = torch.exp2(torch.randint(-60, 60, (50, 1)) - 15 * torch.rand(50, 256))
     y = round_trip(x, levels, to_zero)
     assert ((y - x).abs() / x).max() < 1 / 8  # three bits of mantissa
-    assert torch.equal(round_trip(y, levels, to_zero), y)  # on the grid it stays, whatever the noise
+    # on the grid it stays, whatever the noise
+    assert torch.equal(round_trip(y, levels, to_zero), y)
     y = round_trip(torch.exp2(-8 * torch.rand(50, 256)), levels, to_zero)
     y[:, 0] = 64.0  # and whatever the scale
     assert torch.equal(round_trip(y, levels, to_zero), y)
@@ -49,7 +54,9 @@ def test_the_smallest_go_to_zero_in_the_first_moment_alone():
 
 
 def test_rounding_is_right_in_the_mean():
-    """Within six standard errors in 20,000 draws; a step's standard deviation is at most half its width."""
+    """Within six standard errors in 20,000 draws;
+    a step's standard deviation is at most half its width.
+    """
     torch.manual_seed(0)
     draws = 20_000
     x = torch.exp2(-20 * torch.rand(256))
@@ -68,7 +75,9 @@ def test_rounding_is_right_in_the_mean():
 
 def test_random_numbers_are_even_and_differ():
     """Means, variances and correlations of 65,536 numbers, within five standard errors."""
-    some = [adamw8bit.noises(0, 64, 1024, adamw8bit.random_key(1, step, 0), "cpu") for step in (1, 2)]
+    some = [
+        adamw8bit.noises(0, 64, 1024, adamw8bit.random_key(1, step, 0), "cpu") for step in (1, 2)
+    ]
     flat = [n.flatten().double() / 2**b for noises in some for n, b in zip(noises, (20, 20, 16))]
     for n in flat:
         assert 0 <= n.min() and n.max() < 1
@@ -88,7 +97,11 @@ def tensors(rows, cols, dtype, device="cpu"):
 
 
 def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
-    key, rate, root = adamw8bit.random_key(0, step), lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    key, rate, root = (
+        adamw8bit.random_key(0, step),
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** -0.5,
+    )
     return key, 1 - lr * decay, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, eps
 
 
@@ -97,7 +110,9 @@ def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
 @pytest.mark.parametrize("rows, cols", [(4096, 14_336)] if GPU else [(7, 300), (9, 256), (20, 72)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_equals_plain_torch(rows, cols, dtype):
-    """Five steps with gradients of very different sizes; a GPU approximates roots, NumPy rounds otherwise."""
+    """Five steps with gradients of very different sizes;
+    a GPU approximates roots, NumPy rounds otherwise.
+    """
     pytest.importorskip("triton")
     torch.manual_seed(0)
     own, differing = tensors(rows, cols, dtype, DEVICE), 1e-4 if GPU else 0
@@ -109,12 +124,15 @@ def test_kernel_equals_plain_torch(rows, cols, dtype):
         adamw8bit.update_triton(other[0], g, *other[1:], 3, *numbers(step))
         for a, b in zip(own[1:], other[1:]):
             assert (a != b).float().mean() <= differing
-            if a.dtype == torch.uint8:  # next to each other, or next to zero, whose sign is anyone's
+            # next to each other, or next to zero, whose sign is anyone's
+            if a.dtype == torch.uint8:
                 near, zero = (a.int() - b.int()).abs() <= 1, ((a & 127) <= 1) & ((b & 127) <= 1)
                 assert (near | zero).all()
             else:
                 torch.testing.assert_close(a, b, rtol=1 / 8, atol=0)
-        tolerance = dict(rtol=2**-7, atol=1e-9) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-9)
+        tolerance = (
+            dict(rtol=2**-7, atol=1e-9) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-9)
+        )
         torch.testing.assert_close(own[0], other[0], **tolerance)
         assert (own[0] != other[0]).float().mean() <= (differing if dtype == torch.bfloat16 else 1)
 
@@ -138,14 +156,18 @@ def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers
     start, options = torch.ones(300), dict(lr=1e-4, **OPTIONS)
     dtypes = torch.float32, torch.float32, torch.bfloat16
     plain, full, half = (Parameter(start.clone().to(dtype)) for dtype in dtypes)
-    optimizers = [torch.optim.AdamW([plain], **options), *(AdamW8bit([p], **options) for p in (full, half))]
+    optimizers = [
+        torch.optim.AdamW([plain], **options),
+        *(AdamW8bit([p], **options) for p in (full, half)),
+    ]
     for _ in range(50):
         g = torch.randn(300).bfloat16() + 0.3
         for p, optimizer in zip((plain, full, half), optimizers):
             p.grad = g.to(p.dtype)
             optimizer.step()
     assert torch.equal(plain, full)
-    assert torch.equal(half, plain.bfloat16()) and not torch.equal(half, start.bfloat16())  # steps below 2^-8
+    # steps below 2^-8
+    assert torch.equal(half, plain.bfloat16()) and not torch.equal(half, start.bfloat16())
 
 
 def test_a_step_is_adamws_but_for_the_codes():
@@ -169,7 +191,10 @@ def test_runs_follow_adamws(data_dir, tmp_path):
     """100 steps on real text. Over eight seeds the mean losses were 2.921, 2.913, 2.919, +-0.03."""
     common = dict(max_steps=100, batch_tokens=128, lr=2e-3, save_interval=0, log_interval=100)
     runs = {"plain": {}, "8bit": dict(optimizer="adamw8bit"), "low": LOW}
-    logs = {name: losses(train_here(data_dir, tmp_path / name, **common, **s)) for name, s in runs.items()}
+    logs = {
+        name: losses(train_here(data_dir, tmp_path / name, **common, **s))
+        for name, s in runs.items()
+    }
     last = {name: sum(loss[step] for step in range(81, 101)) / 20 for name, loss in logs.items()}
     assert last["plain"] < 3.5
     assert all(loss == pytest.approx(last["plain"], abs=0.08) for loss in last.values())
@@ -179,7 +204,9 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
     saved = resumed_bitwise(data_dir, tmp_path, **LOW)
     for name, dtypes in (("model", {torch.bfloat16}), ("optimizer", {torch.uint8, torch.float32})):
         assert {t.dtype for t in saved[name].values()} == dtypes
-    with pytest.raises(CheckpointError, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"):
+    with pytest.raises(
+        CheckpointError, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"
+    ):
         train_here(data_dir, tmp_path / "b", resume="auto", save_interval=5)
     train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32
 
@@ -187,6 +214,8 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 def test_bf16_weights_begin_as_the_float32_ones():
     built = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = models.on_meta(Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8)).to(dtype)
+        model = models.on_meta(
+            Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8)
+        ).to(dtype)
         built.append(models.allocate(model, "cpu", seed=1, whole=parallel.whole).parameters())
     assert all(q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q) for p, q in zip(*built))

@@ -46,24 +46,32 @@ def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path,
     assert done.codes == [2, 2] and not (tmp_path / "run/log.jsonl").exists(), done.stderr
     [line] = error_lines(done)
     (name, value), before = *settings.items(), getattr(configure(Config, own), next(iter(settings)))
-    assert f"rank 1 has {name}={value}, rank 0 has {name}={before}; start every rank with the same" in line
+    assert (
+        f"rank 1 has {name}={value}, rank 0 has {name}={before}; start every rank with the same"
+        in line
+    )
 
 
 def test_a_batch_size_that_one_rank_alone_chooses_is_told(data_dir, tmp_path):
     """The ranks compare how much memory each has before they compare their settings."""
-    given, auto = (flags(data_dir, tmp_path / "run", max_steps=2, batch_size=rows) for rows in (4, "auto"))
+    given, auto = (
+        flags(data_dir, tmp_path / "run", max_steps=2, batch_size=rows) for rows in (4, "auto")
+    )
     done = attempt(given, auto)
     [line] = error_lines(done)
     assert done.codes == [2, 2] and "rank 1 has batch_size=8, rank 0 has batch_size=4;" in line
     assert attempt(auto, auto).codes == [0, 0]
-    assert json.loads((tmp_path / "run/config.json").read_text())["batch_size"] == 8  # of 16 rows a step
+    # of 16 rows a step
+    assert json.loads((tmp_path / "run/config.json").read_text())["batch_size"] == 8
 
 
 @pytest.mark.fault(87)
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp_path, split):
     copy = shutil.copytree(data_dir, tmp_path / "copy")
-    words = [flags(folder, tmp_path / "run", max_steps=2, eval_interval=2) for folder in (data_dir, copy)]
+    words = [
+        flags(folder, tmp_path / "run", max_steps=2, eval_interval=2) for folder in (data_dir, copy)
+    ]
     assert attempt(*words).codes == [0, 0]
     path = next(copy.glob(f"*_{split}_*"))
     data = bytearray(path.read_bytes())
@@ -92,13 +100,18 @@ def test_other_examples_of_hellaswag_are_refused_and_a_copy_is_none(data_dir, tm
         done = attempt(*words)
         assert done.codes == codes, done.stderr
     [line] = error_lines(done)
-    assert "rank 1 has HellaSwag examples of SHA-256" in line and "rank 0 has HellaSwag examples" in line
+    assert (
+        "rank 1 has HellaSwag examples of SHA-256" in line
+        and "rank 0 has HellaSwag examples" in line
+    )
     assert not (tmp_path / "with_c/log.jsonl").exists()
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """As of two ranks: the last two answers of this process, of packages or of what else, are gathered."""
+    """As of two ranks: the last two answers of this process, of packages or of what else,
+    are gathered.
+    """
     pair = []
 
     def gathered(value):
@@ -112,7 +125,9 @@ def pair(monkeypatch):
 def join_over_another(at_rank):
     """For ranks.attempt: ranks join, of which one has a device of another backend."""
     check = parallel.check_backend
-    parallel.check_backend = lambda store, rank, own: check(store, rank, "nccl" if rank == at_rank else own)
+    parallel.check_backend = lambda store, rank, own: check(
+        store, rank, "nccl" if rank == at_rank else own
+    )
     run(lambda cfg: parallel.start("cpu", 10), Config())
 
 
@@ -120,7 +135,10 @@ def join_over_another(at_rank):
 def test_a_rank_of_another_backend_is_told_before_any_collective():
     """As where one of two nodes finds no GPU."""
     done, _ = ranks.attempt(2, join_over_another, 1, grace=2, timeout=60)
-    assert done.codes[1] == 2 and "error: rank 1 joins over nccl, rank 0 over gloo: it has" in done.errors[1]
+    assert (
+        done.codes[1] == 2
+        and "error: rank 1 joins over nccl, rank 0 over gloo: it has" in done.errors[1]
+    )
 
 
 def test_other_hugging_face_weights_are_refused(tmp_path, pair):
@@ -137,7 +155,9 @@ def test_other_hugging_face_weights_are_refused(tmp_path, pair):
 
 def test_code_is_refused_and_packages_are_told(monkeypatch, capsys, pair):
     agreement.settings(Config())
-    agreement.settings(Config(out_dir="elsewhere", data_dir="copy", device="cuda:1", init_from=None))
+    agreement.settings(
+        Config(out_dir="elsewhere", data_dir="copy", device="cuda:1", init_from=None)
+    )
     assert capsys.readouterr().err == ""
     with monkeypatch.context() as patch, pytest.raises(UserError) as error:
         patch.setattr(source, "BEGAN", source.BEGAN | {"model.py": "0" * 64})
@@ -163,7 +183,11 @@ def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(d
         done = attempt(*words)
         assert done.codes == [4, 4], done.stderr
         [line] = error_lines(done)
-        cause = "rank 1 has another one of that name" if copied else "rank 1: .*manifest.json: No such file"
+        cause = (
+            "rank 1 has another one of that name"
+            if copied
+            else "rank 1: .*manifest.json: No such file"
+        )
         assert re.search(cause, line), line
 
 
@@ -176,4 +200,6 @@ def test_half_made_data_is_refused(tmp_path, dry_run):
         write_shard(folder / f"a_{split}_000001.bin", range(200))
     (folder / "progress.json").write_text("{}")
     done = ranks.run(0, flags(folder, tmp_path / "run", max_steps=2, dry_run=dry_run))
-    assert done.returncode == 3 and "half made, with progress.json and no manifest.json" in done.stderr
+    assert (
+        done.returncode == 3 and "half made, with progress.json and no manifest.json" in done.stderr
+    )

@@ -13,7 +13,9 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("kind", [attack.kill, attack.change_folder, attack.change_data, attack.differ])
+@pytest.mark.parametrize(
+    "kind", [attack.kill, attack.change_folder, attack.change_data, attack.differ]
+)
 @pytest.mark.fault(21, 22, 54, 86, 87, 89, 90, 94)
 def test_a_few_attacks(bench, kind, number):
     with bench.folder() as place:

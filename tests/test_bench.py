@@ -1,4 +1,6 @@
-"""bench.py as a person runs it, on the CPU, and the arithmetic of memory against what H200s showed."""
+"""bench.py as a person runs it, on the CPU,
+and the arithmetic of memory against what H200s showed.
+"""
 
 import dataclasses
 import itertools
@@ -62,17 +64,30 @@ def test_step_is_timed(capsys):
 
 def test_a_trace_of_a_cpu(tmp_path):
     """Two steps, and the operators in them."""
-    here("step", *TINY, "--steps=0", "--settle=0", "--compile=False", f"--trace={tmp_path / 'trace.json'}")
+    here(
+        "step",
+        *TINY,
+        "--steps=0",
+        "--settle=0",
+        "--compile=False",
+        f"--trace={tmp_path / 'trace.json'}",
+    )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     steps = [event for event in events if event["name"].startswith("Optimizer.step")]
     assert len(steps) == 2 and any(event.get("cat") == "cpu_op" for event in events)
 
 
 def snapshot(tmp_path, name="a.pickle", peak=3):
-    """A file as torch.cuda.memory._snapshot has it: a step, then the last one, whose peak is in GiB."""
+    """A file as torch.cuda.memory._snapshot has it:
+    a step, then the last one, whose peak is in GiB.
+    """
     event = lambda action, size, time: dict(action=action, size=size * 2**30, time_us=time, addr=0)
     events = [event("segment_alloc", 9, 0), event("alloc", 1, 0), event("alloc", 7, 1)]
-    events += [event("free_requested", 7, 2), event("free_completed", 7, 2), event("alloc", peak - 1, 5)]
+    events += [
+        event("free_requested", 7, 2),
+        event("free_completed", 7, 2),
+        event("alloc", peak - 1, 5),
+    ]
     events += [event("free_requested", peak - 1, 6), event("free_completed", peak - 1, 6)]
     content = dict(segments=[], device_traces=[[], events], last_step=4)
     (tmp_path / name).write_bytes(pickle.dumps(content))
@@ -111,7 +126,13 @@ def test_the_snapshot_of_a_gpu_has_the_peak_of_the_last_step(tmp_path):
 
 
 def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
-    words = ["--steps=2", "--settle=1", "--parallel=fsdp", "--context_parallel=2", "--compile=False"]
+    words = [
+        "--steps=2",
+        "--settle=1",
+        "--parallel=fsdp",
+        "--context_parallel=2",
+        "--compile=False",
+    ]
     done = bench("step", *TINY, *words)
     assert done.returncode == 0 and "median of 2" in done.stdout, done.stderr
 
@@ -127,7 +148,9 @@ def test_collectives_over_two_ranks():
 
 @pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
 def test_other_peoples_8b_beside_ours(number, mode):
-    """The shape is the recipe's, so small here; --kernels=liger needs a package that the tests lack."""
+    """The shape is the recipe's, so small here;
+    --kernels=liger needs a package that the tests lack.
+    """
     words = [
         "config/llama3_8b.py",
         "--device=cpu",
@@ -136,7 +159,13 @@ def test_other_peoples_8b_beside_ours(number, mode):
         "--n_head=4",
         "--n_kv_head=2",
     ]
-    words += ["--n_hidden=88", "--vocab_size=257", "--block_size=64", "--batch_tokens=256", "--kernels=none"]
+    words += [
+        "--n_hidden=88",
+        "--vocab_size=257",
+        "--block_size=64",
+        "--batch_tokens=256",
+        "--kernels=none",
+    ]
     words += ["--steps=1", "--settle=0", "--remat=block", f"--parallel={mode}"]
     done = train_ranks(number, words, script="results/speed/peers_8b.py")
     assert done.returncode == 0 and "median of 1" in done.stdout, done.stderr
@@ -149,7 +178,14 @@ def test_the_kinds_of_kernels_and_the_time_without_any():
         ("cudnn_generated_flash_bprop", 8.0, 10.0),
         ("triton_poi_fused_add", 10.0, 12.0),
     ]
-    expected = {"GEMMs": 2.0, step.NCCL: 1.5, "attention": 1.0, "elementwise": 1.0, "loss": 0, "optimizer": 0}
+    expected = {
+        "GEMMs": 2.0,
+        step.NCCL: 1.5,
+        "attention": 1.0,
+        "elementwise": 1.0,
+        "loss": 0,
+        "optimizer": 0,
+    }
     assert step.times_by_kind(events, steps=2) == expected | {"idle": 0.5, "all": 6.0}
 
 
@@ -170,7 +206,10 @@ def test_parameter_counts_are_those_of_a_real_model(name):
         varied = dataclasses.replace(cfg, **changes)
         parameters = dict(models.on_meta(varied).named_parameters())
         block = sum(p.numel() for name, p in parameters.items() if name.startswith("blocks.0."))
-        assert memory.parameter_counts(varied) == (sum(p.numel() for p in parameters.values()), block)
+        assert memory.parameter_counts(varied) == (
+            sum(p.numel() for p in parameters.values()),
+            block,
+        )
 
 
 def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
@@ -184,21 +223,28 @@ def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
 def test_the_estimate_counts_the_gradients_in_ddps_buckets():
     cfg = recipe("gpt2_124m")
     total = memory.parameter_counts(cfg)[0]
-    one, two = (dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2))
+    one, two = (
+        dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2)
+    )
     assert memory.takes(two, 2) - memory.takes(one, 2) == 4 * total
     graph = dataclasses.replace(two, cuda_graph=True)  # without DDP
     assert memory.takes(graph, 2) == memory.takes(one, 2) == memory.takes(cfg, 1)
 
 
 def test_the_estimate_counts_muons_updates():
-    """Two bytes a number of the blocks' matrices, beside gradients and moments: the peak with remat=block."""
+    """Two bytes a number of the blocks' matrices, beside gradients and moments:
+    the peak with remat=block.
+    """
     words = ["gpt2_1558m", "--remat=block", "--batch_size=1"]
     adam, muon = (recipe(*words, f"--optimizer={name}") for name in ("adamw", "muon"))
     parts = memory.estimate(muon, 1)
     block = memory.parameter_counts(muon)[1]
-    assert parts["updates"] == 2 * muon.n_layer * block and "updates" not in memory.estimate(adam, 1)
+    assert parts["updates"] == 2 * muon.n_layer * block and "updates" not in memory.estimate(
+        adam, 1
+    )
     assert sum(parts.values()) / memory.GIB == pytest.approx(20.5, rel=0.01)
-    bf16 = memory.estimate(recipe("llama3_8b_one_gpu"), 1)  # weights and gradients in 2 bytes, codes in 2.03
+    # weights and gradients in 2 bytes, codes in 2.03
+    bf16 = memory.estimate(recipe("llama3_8b_one_gpu"), 1)
     assert bf16["optimizer"] == pytest.approx(1.015 * bf16["parameters"], rel=1e-3)
     assert bf16["parameters"] == bf16["gradients"] == 2 * 8_030_261_248
     assert memory.GROUP == adamw8bit.GROUP  # which it repeats, since it imports no torch
@@ -233,12 +279,14 @@ llama3_70b 102.7 n_layer=4 parallel=ddp remat=none batch_size=1 batch_tokens=327
 llama3_8b 63.6 batch_tokens=262144 reduce_dtype=bf16 ranks=4
 llama3_8b 77.2 batch_tokens=262144 reduce_dtype=bf16 parallel=zero2 ranks=4
 llama3_8b 68.6 batch_tokens=262144 reduce_dtype=bf16 precision=fp8 ranks=4
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", MEASURED.strip().splitlines())
 def test_memory_is_what_h200s_took(line):
-    """Peak memory in GiB that `bench.py step` or train.py printed, on one H200 or on each of four."""
+    """Peak memory in GiB that `bench.py step` or train.py printed,
+    on one H200 or on each of four.
+    """
     name, measured, *words = line.removesuffix(" ranks=4").split()
     cfg = recipe(name, *(f"--{word}" for word in words))
     ranks = 4 if line.endswith("ranks=4") else 1
@@ -246,7 +294,9 @@ def test_memory_is_what_h200s_took(line):
 
 
 def held_in_rank(words):
-    """Bytes in this rank after a step: ([of each weight], [of each gradient], of the moments, estimate)."""
+    """Bytes in this rank after a step: ([of each weight], [of each
+    gradient], of the moments, estimate).
+    """
     cfg = configure(StepConfig, words)
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)
@@ -263,21 +313,38 @@ def held_in_rank(words):
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_the_hosts_memory_is_what_offloaded_states_take(kind):
-    """Over two ranks on the CPU, where nothing is pinned: pinned, a size would be the next power of two."""
-    words = [*TINY, "--n_embd=192", "--n_head=4", f"--parallel={kind}", "--offload_states", "--compile=False"]
+    """Over two ranks on the CPU, where nothing is pinned:
+    pinned, a size would be the next power of two.
+    """
+    words = [
+        *TINY,
+        "--n_embd=192",
+        "--n_head=4",
+        f"--parallel={kind}",
+        "--offload_states",
+        "--compile=False",
+    ]
     for weights, gradients, moments, estimate in call(2, held_in_rank, words):
-        pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (weights, gradients)]
+        pinned = [
+            sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (weights, gradients)
+        ]
         assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
         assert moments == pytest.approx(estimate["optimizer"], rel=1e-3)
         assert sum(weights) + sum(gradients) == moments
 
 
 def test_the_hosts_memory_is_counted():
-    """Half a million tokens of Llama 3 8B keep 128 GiB there, and weights, gradients and moments as much."""
-    words = "--block_size=524288 --batch_tokens=524288 --batch_size=1 --remat=block --remat_offload".split()
+    """Half a million tokens of Llama 3 8B keep 128 GiB there, and weights,
+    gradients and moments as much.
+    """
+    words = (
+        "--block_size=524288 --batch_tokens=524288 --batch_size=1 --remat=block --remat_offload"
+    ).split()
     cfg = recipe("llama3_8b", *words, "--parallel=fsdp", "--offload_states")
     assert sum(memory.on_host(cfg, 1).values()) == pytest.approx(256 * memory.GIB, rel=0.01)
-    whole = dict(remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17)
+    whole = dict(
+        remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17
+    )
     activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
     # what is small is pinned by PyTorch, in powers of two: 48 MiB of attention's logsumexp take 64
     assert activations == 32 * (2 * 3 * memory.GIB + 2**26)
@@ -286,7 +353,8 @@ def test_the_hosts_memory_is_counted():
 def three_steps_in_rank(words):
     """(Losses of three steps on one GPU, bytes of its memory at the peak, bytes by the estimate).
 
-    A single rank in DDP has the buckets that each of two has; the estimate of one rank is without DDP.
+    A single rank in DDP has the buckets that each of two has; the estimate of one rank is without
+    DDP.
     """
     fsdp.room = lambda *_: 0  # no unit of FSDP2 stays gathered, which the estimate does not count
     cfg = configure(StepConfig, words)
@@ -300,11 +368,15 @@ def three_steps_in_rank(words):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))])
+@pytest.mark.parametrize(
+    "mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))]
+)
 def test_a_gpu_takes_the_estimated_memory(mode):
     """Each mode that one GPU can run, with two micro-steps a step and heads that are 80 wide."""
     words = "--n_layer=6 --n_head=16 --n_embd=1280 --vocab_size=50304 --batch_size=16 --lr=1e-4"
-    words += " --block_size=1024 --batch_tokens=32768 --remat=selective --precision=bf16 --device=cuda"
+    words += (
+        " --block_size=1024 --batch_tokens=32768 --remat=selective --precision=bf16 --device=cuda"
+    )
     words += f" --parallel={mode}"
     [(losses, peak, estimate)] = call(1, three_steps_in_rank, words.split(), timeout=200)
     assert peak == pytest.approx(estimate, rel=0.12)
@@ -324,7 +396,13 @@ def test_memory_prints_the_hosts_memory(capsys):
 def test_memory_falls_as_it_must():
     cfg, budget = recipe("llama3_8b", "--remat=block"), 80 * memory.GIB
     takes = lambda **changes: memory.takes(dataclasses.replace(cfg, **changes), 8)
-    modes = [("ddp", "none"), ("zero2", "none"), ("fsdp", "none"), ("fsdp", "selective"), ("fsdp", "block")]
+    modes = [
+        ("ddp", "none"),
+        ("zero2", "none"),
+        ("fsdp", "none"),
+        ("fsdp", "selective"),
+        ("fsdp", "block"),
+    ]
     sizes = [takes(parallel=kind, remat=remat) for kind, remat in modes]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     rows, length = memory.largest_batch(cfg, 8, budget), memory.longest_row(cfg, 8, budget)
@@ -340,7 +418,10 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     monkeypatch.setattr(train, "train", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
     cfg = recipe("gpt2_124m", "--batch_size=128", "--device=cpu", "--precision=auto")
-    words = r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, --remat=selective"
+    words = (
+        r"^out of memory: .* of 24.0 a GPU by estimate; try a smaller --batch_size, "
+        r"--remat=selective"
+    )
     with pytest.raises(UserError, match=words):
         train.main(cfg)
     assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)
@@ -358,14 +439,18 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     ("llama3_8b_one_gpu", 1, []),
 ])  # fmt: skip
 def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ranks, words):
-    """On cards of 8 to 24, 80 and 141 GB; a larger card never takes a smaller one, and some card fits."""
+    """On cards of 8 to 24, 80 and 141 GB; a larger card never takes a smaller one,
+    and some card fits.
+    """
     cfg, chosen = recipe(name, "--batch_size=auto", *words), []
     rows = cfg.batch_tokens // cfg.block_size // (ranks // cfg.context_parallel)
     for free in (gib * memory.GIB for gib in (7.5, 11, 15, 23, 78, 138)):
         takes = lambda n: 1.1 * memory.takes(dataclasses.replace(cfg, batch_size=n), ranks)
         larger = [n for n in range(1, rows + 1) if rows % n == 0]
         if takes(1) > free:
-            with pytest.raises(UserError, match="^batch_size=auto: one row takes .* GiB are free; try "):
+            with pytest.raises(
+                UserError, match="^batch_size=auto: one row takes .* GiB are free; try "
+            ):
                 memory.choose_batch(cfg, ranks, free)
             continue
         found, why = memory.choose_batch(cfg, ranks, free)
@@ -383,21 +468,32 @@ def test_where_no_row_fits_the_advice_helps():
     with pytest.raises(UserError, match="try --remat=selective$"):
         memory.choose_batch(cfg, 1, free)
     assert memory.choose_batch(dataclasses.replace(cfg, remat="selective"), 1, free)[0] > 1
-    with pytest.raises(UserError, match="try --optimizer=adamw8bit --weights=bf16, or --parallel=fsdp on"):
+    with pytest.raises(
+        UserError, match="try --optimizer=adamw8bit --weights=bf16, or --parallel=fsdp on"
+    ):
         memory.choose_batch(cfg, 1, free / 2)
-    with pytest.raises(UserError, match="try --parallel=fsdp on more GPUs or with --offload_states$"):
+    with pytest.raises(
+        UserError, match="try --parallel=fsdp on more GPUs or with --offload_states$"
+    ):
         memory.choose_batch(recipe("llama3_8b_one_gpu", "--batch_size=auto"), 1, free)
 
 
 @pytest.mark.parametrize("word", ["attention=math", "ops=torch", "precision=fp16"])
 def test_no_batch_is_chosen_where_the_estimate_does_not_hold(word):
     cfg = recipe("gpt2_124m", "--batch_size=auto", f"--{word}")
-    with pytest.raises(UserError, match=f"^batch_size=auto: {word}: the arithmetic .*; give a number$"):
+    with pytest.raises(
+        UserError, match=f"^batch_size=auto: {word}: the arithmetic .*; give a number$"
+    ):
         memory.choose_batch(cfg, 1, 80 * memory.GIB)
 
 
 def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
-    words = ["--remat=attention", "--block_size=131072", "--batch_tokens=131072", "--context_parallel=4"]
+    words = [
+        "--remat=attention",
+        "--block_size=131072",
+        "--batch_tokens=131072",
+        "--context_parallel=4",
+    ]
     cfg = recipe("llama3_8b", *words, "--remat_every=auto")
     takes = lambda again: 1.1 * memory.takes(dataclasses.replace(cfg, remat_every=32 / again), 4)
     counts = []
@@ -405,13 +501,17 @@ def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
         every, why = memory.choose_remat(cfg, 4, free)
         blocks = memory.blocks_again(dataclasses.replace(cfg, remat_every=every), 32)
         counts.append(len(blocks))
-        assert why.startswith(f"{len(blocks)} of 32 blocks") and len(set(blocks)) == len(blocks) <= 32
+        assert (
+            why.startswith(f"{len(blocks)} of 32 blocks") and len(set(blocks)) == len(blocks) <= 32
+        )
         assert takes(len(blocks)) <= free or len(blocks) == 32
         assert len(blocks) == 1 or takes(len(blocks) - 1) > free
         gaps = {b - a for a, b in itertools.pairwise(blocks)}
         assert len(blocks) < 3 or max(gaps) - min(gaps) <= 1, "spread evenly"
     assert counts == sorted(counts, reverse=True) and counts[0] == 32 and counts[-1] == 1
-    assert memory.choose_remat(cfg, 4, None)[0] == 1 and memory.blocks_again(cfg, 32) == [*range(32)]
+    assert memory.choose_remat(cfg, 4, None)[0] == 1 and memory.blocks_again(cfg, 32) == [
+        *range(32)
+    ]
     config = str(ROOT / "config/llama3_8b.py")
     here("memory", config, *words, "--remat_every=auto", "--world=4", "--gpu_gib=78")
     assert f"({counts[3]} of 32 blocks" in capsys.readouterr().out
@@ -431,16 +531,22 @@ def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
 
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
-    """Of all ranks, of which bench.py step may use a part; an edited model is told from the arithmetic's."""
+    """Of all ranks, of which bench.py step may use a part;
+    an edited model is told from the arithmetic's.
+    """
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(build, "pick_precision", lambda *_: ("bf16", "a test"))
     monkeypatch.setattr(build, "pick_ops", lambda *_: ("fused", "a test"))
     monkeypatch.setattr(build, "best_attention", lambda *_: ("cudnn", "a test"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * memory.GIB, 24 * memory.GIB))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (23 * memory.GIB, 24 * memory.GIB)
+    )
     cfg = recipe("gpt2_124m", "--batch_size=auto")
     chosen = lambda cfg: build.choose(cfg, cuda)[0].batch_size
     assert chosen(cfg) == 32
-    step_cfg = configure(StepConfig, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=auto", "--gpu_gib=11"])
+    step_cfg = configure(
+        StepConfig, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=auto", "--gpu_gib=11"]
+    )
     assert chosen(step_cfg) == 16
     monkeypatch.setattr(parallel, "gather_objects", lambda free: [free, 7.5 * memory.GIB])
     assert chosen(cfg) == 8
@@ -468,9 +574,13 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
 
 
 def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
-    """Of which config.json suffices; a setting that contradicts it is refused, and so is a checkpoint's."""
+    """Of which config.json suffices; a setting that contradicts it is refused,
+    and so is a checkpoint's.
+    """
     config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
-    config |= dict(num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5)
+    config |= dict(
+        num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5
+    )
     config["max_position_embeddings"] = 2048
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = [f"--init_from=hf:{tmp_path}", "--batch_size=4"]
@@ -531,7 +641,8 @@ def test_an_unknown_command_is_one_line():
     (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
     (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
     (["step", *TINY, "--snapshot=a.pickle"], "snapshot=a.pickle is .* none on cpu; try --trace"),
-    (["step", *TINY, "--trace=no/where/a.json"], "trace=no/where/a.json: there is no folder no/where"),
+    (["step", *TINY, "--trace=no/where/a.json"],
+     "trace=no/where/a.json: there is no folder no/where"),
     (["snapshot", "a.pickle"], "a.pickle: not a file of bench.py step --snapshot"),
     (["snapshot", "a.pickle", "--names=a,b"], "names=a,b has 2 names, but there are 1 files"),
     (["snapshot"], "give a file that"),
@@ -563,8 +674,13 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
         blocks = [torch.nn.Linear(1, size, bias=False, device="meta") for size in sizes]
         units = fsdp.units_of_blocks(blocks, apart)
         assert [[blocks.index(block) for block in unit] for unit in units] == expected
-    for cfg in (Config(n_layer=12, parallel="fsdp", value_embeddings=3), Config(n_layer=12, parallel="fsdp")):
+    for cfg in (
+        Config(n_layer=12, parallel="fsdp", value_embeddings=3),
+        Config(n_layer=12, parallel="fsdp"),
+    ):
         block = memory.parameter_counts(cfg)[1]
-        sizes = [sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks]
+        sizes = [
+            sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks
+        ]
         table = cfg.padded_vocab * cfg.n_embd
         assert sizes == [block + (layer in cfg.value_layers) * table for layer in range(12)]

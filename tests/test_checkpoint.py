@@ -95,12 +95,19 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
 
 def state_of(model, step):
     """A train.State of a new run after so many steps."""
-    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
-    return train.State(model, optimizer, scaler, SimpleNamespace(state_dict=dict), step, tokens=64 * step)
+    optimizer, scaler = (
+        torch.optim.AdamW(model.parameters()),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
+    return train.State(
+        model, optimizer, scaler, SimpleNamespace(state_dict=dict), step, tokens=64 * step
+    )
 
 
 def drawn():
-    """A normal number of each generator; numpy and Python make two and keep the second for the next call."""
+    """A normal number of each generator; numpy and Python make two and
+    keep the second for the next call.
+    """
     return (
         torch.randn(3).tolist(),
         np.random.normal(),
@@ -115,12 +122,15 @@ def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
     for _ in range(2):
         drawn()
         saved = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
-        folder = checkpoint.save(tmp_path, 1, {"model": dict(model.named_parameters()), "rng": saved}, {})
+        folder = checkpoint.save(
+            tmp_path, 1, {"model": dict(model.named_parameters()), "rng": saved}, {}
+        )
         expected = drawn()
         assert drawn() != expected
         stored = reshard.open_folder(folder)[0]["rng"]
         assert checkpoint.load_rank_tensors(stored, model, 0, CPU) and drawn() == expected
-        assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)  # an older one's
+        # an older one's
+        assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)
         assert drawn()[0] == expected[0]
 
 
@@ -135,7 +145,9 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     really = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
     world = parallel.World(0, 1, torch.device(device))
-    saver = checkpoint.Saver(world, tmp_path, 2, async_save=True, saved=lambda *saved: said.append(saved))
+    saver = checkpoint.Saver(
+        world, tmp_path, 2, async_save=True, saved=lambda *saved: said.append(saved)
+    )
     saver.save(state, config={})
     with torch.no_grad():
         model.wte.weight.zero_()
@@ -184,7 +196,9 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
     )  # fewer rows than ranks: the last has none
     paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
     for path, first, last in zip(paths, ends, ends[1:]):
-        save_file({"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})})
+        save_file(
+            {"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})}
+        )
     stored = reshard.open_folder(tmp_path)[0]["model"]["w"]
     assert stored.shape == (10, 3) and stored.dtype == torch.float32
     assert torch.equal(stored[...], whole)
@@ -193,7 +207,9 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
             assert torch.equal(stored[a:b], whole[a:b])
     for path in paths[:3]:
         aside = path.rename(tmp_path / "aside")
-        with pytest.raises(checkpoint.CheckpointError, match="w: not each of 10 rows is there once"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match="w: not each of 10 rows is there once"
+        ):
             reshard.open_folder(tmp_path)
         aside.rename(path)
 
@@ -210,9 +226,13 @@ def save_until_killed(folder, step, seconds):
 
 
 @pytest.mark.fault(21, 22)
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
+)
 def test_kill_in_the_middle_of_saving(tmp_path, kills):
-    """kill -9 at random moments of a process that saves without end: the newest is whole each time."""
+    """kill -9 at random moments of a process that saves without end:
+    the newest is whole each time.
+    """
     newest = 0
     for kill in range(kills):
         done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))
@@ -244,7 +264,9 @@ def test_no_pickle_is_ever_read(tmp_path):
 @pytest.mark.fault(19)
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
-    with pytest.raises(checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"
+    ):
         reshard.load_model_tensors(build(small(n_embd=32), CPU), dict(model.named_parameters()))
     with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*absent"):
         reshard.load_model_tensors(build(small(n_layer=3), CPU), dict(model.named_parameters()))
@@ -257,7 +279,13 @@ def kept(folder):
 @pytest.mark.fault(53, 66, 82)
 def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
     """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
-    for name in ("step_notes.md", "step_plans/a", "step_2x/a", "step_00000003/a", ".writing_plans/a"):
+    for name in (
+        "step_notes.md",
+        "step_plans/a",
+        "step_2x/a",
+        "step_00000003/a",
+        ".writing_plans/a",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     users = kept(tmp_path)
@@ -268,7 +296,9 @@ def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
         last = save(tmp_path, step, keep_last=1)
     assert checkpoint_folders.folders(tmp_path) == [last]
     found, really = [], shutil.rmtree
-    look = lambda *path, **options: found.append(checkpoint_folders.problem(last)) or really(*path, **options)
+    look = lambda *path, **options: (
+        found.append(checkpoint_folders.problem(last)) or really(*path, **options)
+    )
     monkeypatch.setattr(shutil, "rmtree", look)
     save(tmp_path, 4, keep_last=1)
     assert found == [None], "a step saved again was deleted before the new one stood in its place"
@@ -291,13 +321,17 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
                 Start(tmp_path, resume)
         (tmp_path / name).unlink()
     long = tmp_path / ("x" * 300)
-    with pytest.raises(UserError, match="out_dir=.*File name too long; try another"), files.Lock(long):
+    with (
+        pytest.raises(UserError, match="out_dir=.*File name too long; try another"),
+        files.Lock(long),
+    ):
         Start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
     early = Start(tmp_path / "step_early")
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         Start(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's: what is there, this run has saved
+    # torchrun's: what is there, this run has saved
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         Start(tmp_path, overwrite=True)
     Start(tmp_path, "auto").prepare_out_dir()  # killed before its first checkpoint: begins again
@@ -357,12 +391,20 @@ def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path,
     own = save(tmp_path, 4, 1.0)
     copies = [shutil.copytree(own, tmp_path / f"step_{step:08d}") for step in (3, 99)]
     assert checkpoint_folders.find(tmp_path) == own
-    assert "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
-    with pytest.raises(checkpoint.CheckpointError, match="the newest: it is of step 4: copied, or renamed"):
+    assert (
+        "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
+    )
+    with pytest.raises(
+        checkpoint.CheckpointError, match="the newest: it is of step 4: copied, or renamed"
+    ):
         checkpoint_folders.find(copies[1])
     for step in (5, 6):
         save(tmp_path, step, 2.0, keep_last=1)
-    assert checkpoint_folders.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
+    assert checkpoint_folders.folders(tmp_path) == [
+        copies[0],
+        tmp_path / "step_00000006",
+        copies[1],
+    ]
     last = save(tmp_path, 99, 3.0, keep_last=1)
     assert f"{copies[1]} was of another step, by its state.json, and is now {copies[1]}_copy1" in (
         capsys.readouterr().err
@@ -375,7 +417,9 @@ def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path,
 
 @pytest.mark.fault(94)
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors", None])
-def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, name, capsys, monkeypatch):
+def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(
+    tmp_path, name, capsys, monkeypatch
+):
     world = parallel.World(0, 1, CPU)
     saver = checkpoint.Saver(world, tmp_path, 1)
     for step in (1, 2):

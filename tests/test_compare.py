@@ -24,7 +24,9 @@ def scaled(model, limit, factor=None, clip=optim.clip_gradients):
 
 
 @pytest.mark.parametrize("shape, bounds", [({}, {}), (MUON, ROUGHER)], ids=["adamw", "muon"])
-def test_a_gradient_that_is_one_percent_too_large_is_found(data_dir, tmp_path, monkeypatch, shape, bounds):
+def test_a_gradient_that_is_one_percent_too_large_is_found(
+    data_dir, tmp_path, monkeypatch, shape, bounds
+):
     """By its moments alone: the weights are those of the right gradient."""
     train_here(data_dir, tmp_path / "one", **SHORT, **shape)
     monkeypatch.setattr(optim, "clip_gradients", scaled)
@@ -59,16 +61,23 @@ def test_a_gradient_that_is_not_reduced_is_found(data_dir, tmp_path):
 
 
 def checkpoints(**changes):
-    """(found, expected, start): checkpoints of three weights, which move, stay, or follow rounding."""
+    """(found, expected, start): checkpoints of three weights, which move, stay,
+    or follow rounding.
+    """
     start = {"w": torch.ones(9), "frozen": torch.ones(9), "noise": torch.ones(9)}
-    moments = {"w": torch.full((9,), 1e-3), "frozen": torch.zeros(9), "noise": torch.full((9,), 3e-12)}
+    moments = {
+        "w": torch.full((9,), 1e-3),
+        "frozen": torch.zeros(9),
+        "noise": torch.full((9,), 3e-12),
+    }
     moments = {f"{name}.exp_avg": moment for name, moment in moments.items()}
     expected = {
         "model": start | {"w": start["w"] - 0.01, "noise": start["noise"] - 0.01},
         "optimizer": moments,
     }
     found = {
-        group: {name: t + changes.get(name, 0) for name, t in expected[group].items()} for group in expected
+        group: {name: t + changes.get(name, 0) for name, t in expected[group].items()}
+        for group in expected
     }
     return found, expected, start
 

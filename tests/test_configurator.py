@@ -39,24 +39,35 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(3, -1.0, "x", False)
+    assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(
+        3, -1.0, "x", False
+    )
 
 
 def test_a_number_or_a_word():
-    """Also where typing makes typing.Union of it, which is not types.UnionType, as Python 3.11 does."""
+    """Also where typing makes typing.Union of it, which is not types.UnionType,
+    as Python 3.11 does.
+    """
 
     @dataclass
     class Rows:
         rows: int | Literal["auto"] = 4  # as many
 
-    assert [configure(Rows, [f"--rows={word}"]).rows for word in ("auto", "8", "1e3")] == ["auto", 8, 1000]
+    assert [configure(Rows, [f"--rows={word}"]).rows for word in ("auto", "8", "1e3")] == [
+        "auto",
+        8,
+        1000,
+    ]
     for word in ("aut", "0.5", "None"):
         with pytest.raises(UserError, match=f"rows={word} is not an int below 2\\*\\*63 or auto$"):
             configure(Rows, [f"--rows={word}"])
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
-    text = "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr = 1\nname = 'x'\n"
+    text = (
+        "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr "
+        "= 1\nname = 'x'\n"
+    )
     (tmp_path / "c.py").write_text(text)
     cfg = make(str(tmp_path / "c.py"), "--name=y")
     assert (cfg.n_layer, cfg.lr, cfg.name) == (8, 1.0, "y")
@@ -195,7 +206,9 @@ def test_all_mistakes_at_once(tmp_path):
         make(str(tmp_path / "c.py"), "--lr=abc", "no/such.py", "--kind", "--zzz=1")
     text = str(error.value)
     found = ["c.py:1: n_layer=two", "c.py:2: unknown setting lerning_rate"]
-    places = [text.index(word) for word in [*found, "lr=abc", "no/such.py", "--kind needs", "setting zzz"]]
+    places = [
+        text.index(word) for word in [*found, "lr=abc", "no/such.py", "--kind needs", "setting zzz"]
+    ]
     assert places == sorted(places) and "\n" not in text
 
 
@@ -220,20 +233,25 @@ def script(words, code="", name="train.py", **env):
     run = f"try:\n    runpy.run_path({name!r}, run_name='__main__')\n"
     run += "except SystemExit as stop:\n    code = stop.code\n"
     words = [sys.executable, "-c", f"{before}{run}{code}\nsys.exit(code)"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env}
+    )
 
 
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
-@pytest.mark.parametrize("name", "fineweb sample hellaswag validate convert plot bench bench:step".split())
+@pytest.mark.parametrize(
+    "name", "fineweb sample hellaswag validate convert plot bench bench:step".split()
+)
 def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     name, *command = name.split(":")
     done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
     rows = [*done.stdout.splitlines(), ""]
     assert max(map(len, rows)) <= 80
-    for row, below in itertools.pairwise(rows):  # a formatter may move a comment from its setting's line
+    # a formatter may move a comment from its setting's line
+    for row, below in itertools.pairwise(rows):
         if row.startswith("  --"):
             assert row[28:].strip() and " " in row.strip() or below.startswith(" " * 28), row
     done = script([*command, "--lr=x", "--limit=x"], NO_TORCH, name=f"{name}.py")
@@ -242,7 +260,9 @@ def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
 
 def test_help_and_mistakes_of_train_need_no_torch():
     done = script(["--help"], NO_TORCH)
-    assert done.returncode == 0 and "torchrun" in done.stdout and "--n_layer=12" in done.stdout, done.stderr
+    assert done.returncode == 0 and "torchrun" in done.stdout and "--n_layer=12" in done.stdout, (
+        done.stderr
+    )
     assert max(map(len, done.stdout.splitlines())) <= 80
     wide = script(["--help"], COLUMNS="200").stdout.splitlines()
     assert 100 < max(map(len, wide)) <= 110
@@ -250,11 +270,16 @@ def test_help_and_mistakes_of_train_need_no_torch():
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr == "error: command line: unknown setting lerning_rate; did you mean lr?\n"
     done = script(["config/test", "--n_head=5"], NO_TORCH)
-    assert done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
+    assert (
+        done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
+    )
 
 
 def test_help_breaks_between_words_and_long_commands_with_a_backslash():
-    doc = "What it is,\nin a line.\n\n    python it.py\n    python it.py --key=value --other=value  # why"
+    doc = (
+        "What it is,\nin a line.\n\n    python it.py\n    python it.py --key=value "
+        "--other=value  # why"
+    )
     doc += "\n\nMore."
     assert fill(doc, 30).splitlines() == [
         *("What it is, in a line.", "", "    python it.py", "    # why"),
@@ -262,13 +287,19 @@ def test_help_breaks_between_words_and_long_commands_with_a_backslash():
     ]
     assert fill(doc, 80) == doc.replace(",\n", ", ")
     rows = describe(Config, "", 40).splitlines()
-    assert rows[:3] == ["Settings:", "  --n_layer=12              blocks", "  --lr=0.0006               peak"]
+    assert rows[:3] == [
+        "Settings:",
+        "  --n_layer=12              blocks",
+        "  --lr=0.0006               peak",
+    ]
     assert rows[3:5] == [" " * 28 + "learning", " " * 28 + "rate"]
 
 
 def test_the_folder_of_a_run_as_a_word_and_a_missing_package_are_one_line(tmp_path):
     done = script([str(tmp_path)], name="sample.py")
-    assert done.stderr.endswith(f"no such config file; a run's folder is given as --checkpoint={tmp_path}\n")
+    assert done.stderr.endswith(
+        f"no such config file; a run's folder is given as --checkpoint={tmp_path}\n"
+    )
     words = [sys.executable, "-S", "train.py", "--help"]  # -S: without the installed packages
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
@@ -278,7 +309,9 @@ def test_the_folder_of_a_run_as_a_word_and_a_missing_package_are_one_line(tmp_pa
 def test_nanogpts_names_suggest_ours(tmp_path):
     (tmp_path / "train_x.py").write_text("seed = 1\nmax_iters = 600000\n")
     with pytest.raises(UserError) as error:
-        configure(settings.Config, [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--n_head=x"])
+        configure(
+            settings.Config, [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--n_head=x"]
+        )
     assert [text.rpartition("/")[2] for text in error.value.args] == [
         "train_x.py:2: unknown setting max_iters; did you mean max_steps?",
         "command line: unknown setting learning_rate; did you mean lr?",
@@ -298,10 +331,13 @@ def test_under_torchrun_rank_0_prints_and_every_rank_leaves_the_error_to_the_rep
 
 def test_ctrl_c_is_one_line_and_130():
     code = "import configurator, dataclasses, signal\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    # a background job ignores it
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "empty = dataclasses.make_dataclass('Config', [])\n"
     code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), empty)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
 
 
@@ -341,7 +377,9 @@ errors.run(main, cfg)
 def test_no_file_gets_the_number_of_a_closed_console(tmp_path, closed):
     """What C code writes to stderr would go into it."""
     shell = ["bash", "-c", f'"$0" -c "$@" {closed}', sys.executable, HOLDS, str(tmp_path / "log")]
-    done = subprocess.run(shell, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, input="", text=True)
+    done = subprocess.run(
+        shell, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, input="", text=True
+    )
     assert done.returncode == 0 and (tmp_path / "log").read_text() == " False\n"
 
 
@@ -389,6 +427,9 @@ def test_windows_gets_one_line_that_names_wsl2():
     scripts = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text())
     words = [sys.executable, "-c", ON_WINDOWS, *scripts]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == [word for script in scripts for word in (script, "2")] and len(scripts) > 7
+    assert (
+        done.stdout.split() == [word for script in scripts for word in (script, "2")]
+        and len(scripts) > 7
+    )
     [line] = {*done.stderr.splitlines()}
     assert line.startswith("error: Windows lacks") and "WSL2" in line

@@ -16,11 +16,23 @@ from settings import Config
 
 
 def all_settings():
-    """What the process is set to: all of PyTorch's options for compiling, and what else the code sets."""
-    configs = torch._dynamo.config, torch._functorch.config, torch._inductor.config, torch.compiler.config
+    """What the process is set to: all of PyTorch's options for compiling,
+    and what else the code sets.
+    """
+    configs = (
+        torch._dynamo.config,
+        torch._functorch.config,
+        torch._inductor.config,
+        torch.compiler.config,
+    )
     found = [config.get_config_copy() for config in configs]
     found += [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
-    found += [torch.get_num_threads(), torch.get_default_dtype(), set(forms.served), dict(os.environ)]
+    found += [
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        set(forms.served),
+        dict(os.environ),
+    ]
     return [*found, torch.utils.deterministic.fill_uninitialized_memory]
 
 

@@ -1,4 +1,6 @@
-"""convert.py, weights of run/hf.py: logits equal transformers', both ways are exact, the rest is refused."""
+"""convert.py, weights of run/hf.py: logits equal transformers', both ways are exact,
+the rest is refused.
+"""
 
 import dataclasses
 import errno
@@ -50,7 +52,9 @@ def made(config):
 
 
 def randomized(model):
-    """Every parameter unlike its neutral value and every other; large enough for sharp attention."""
+    """Every parameter unlike its neutral value and every other;
+    large enough for sharp attention.
+    """
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -62,11 +66,17 @@ MODELS = {
     "gpt2": lambda: gpt2(),
     "gpt2_untied": lambda: gpt2(tie_word_embeddings=False, n_inner=80, layer_norm_epsilon=1e-3),
     "llama": lambda: llama(),
-    "llama_tied": lambda: llama(tie_word_embeddings=True, rms_norm_eps=1e-3, num_key_value_heads=None),
+    "llama_tied": lambda: llama(
+        tie_word_embeddings=True, rms_norm_eps=1e-3, num_key_value_heads=None
+    ),
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
-    "llama31": lambda: llama(rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512),
+    "llama31": lambda: llama(
+        rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512
+    ),
     "qwen3_tied": lambda: qwen3(
-        head_dim=32, tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)
+        head_dim=32,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
     ),
     "mistral": lambda: made(transformers.MistralConfig(**SHAPE, head_dim=24, sliding_window=None)),
 }
@@ -112,8 +122,9 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, tm
     x = ids_for(theirs)
     expected, got = theirs(x, labels=x), ours.logits(x)
     assert got.shape == expected.logits.shape and got.dtype == torch.float32
-    # float32 throughout, but fused matrices and SDPA sum in another order: about 1e-6 of the largest logit a
-    # sum, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is off by 1e-3 and more.
+    # float32 throughout, but fused matrices and SDPA sum in another order: about 1e-6 of the
+    # largest logit a sum, of which 3e-7 to 6e-7 is left. A wrong epsilon, theta or head order is
+    # off by 1e-3 and more.
     assert (got - expected.logits).abs().max() <= 5e-6 * expected.logits.abs().max()
     assert abs(ours(x[:, :-1], x[:, 1:])[0] - expected.loss) <= 2e-6 * expected.loss
     for stored in hf.open_hf(tmp_path / "a")[0].values():  # as a sharded run reads
@@ -144,9 +155,13 @@ def test_ours_in_transformers(changes, tmp_path):
     ours = randomized(build(cfg, CPU, seed=0))
     theirs = AutoModelForCausalLM.from_pretrained(hf.save_hf(ours, tmp_path / "hf")).eval()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads  # not every reader takes null
+    # not every reader takes null
+    assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads
     x = torch.tensor(list((ROOT / "README.md").read_bytes()[:128])).view(2, 64)
-    assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (300, 32)
+    assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (
+        300,
+        32,
+    )
     with torch.no_grad():
         expected = theirs(x).logits
         assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
@@ -185,7 +200,9 @@ def test_dump_without_prefix_and_with_buffers(make, prefix, tmp_path):
     """As GPT-2 lies on the hub: no prefix, masks among the weights; and the tied head once more."""
     theirs = make(tie_word_embeddings=True)
     expected, _ = load(saved(theirs, tmp_path))
-    tensors = {k.removeprefix(prefix): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    tensors = {
+        k.removeprefix(prefix): v for k, v in load_file(tmp_path / "model.safetensors").items()
+    }
     for i in range(2):
         tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
         tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
@@ -207,7 +224,10 @@ def edit_tensors(folder, edit):
 @torch.no_grad()
 def same_logits(folder):
     """Ours and transformers' of a folder agree; returns our settings."""
-    (ours, cfg), theirs = load(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (ours, cfg), theirs = (
+        load(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
     expected = theirs.eval()(x := ids_for(theirs)).logits
     assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()
     return cfg
@@ -220,13 +240,17 @@ EMBEDDING = {gpt2: "transformer.wte.weight", llama: "model.embed_tokens.weight"}
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_another_head_in_the_file_of_a_tied_model_is_kept(make, tmp_path):
     saved(make(tie_word_embeddings=True), tmp_path)
-    other = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].flip(0).contiguous()})
+    other = lambda tensors: tensors.update(
+        {"lm_head.weight": tensors[EMBEDDING[make]].flip(0).contiguous()}
+    )
     assert same_logits(edit_tensors(tmp_path, other)).tie_embeddings is False
     hf.save_hf(load(tmp_path)[0], tmp_path / "again")
     same_logits(tmp_path / "again")
     same = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].clone()})
     assert same_logits(edit_tensors(tmp_path, same)).tie_embeddings is True
-    shorter = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]][:-1].clone()})
+    shorter = lambda tensors: tensors.update(
+        {"lm_head.weight": tensors[EMBEDDING[make]][:-1].clone()}
+    )
     refused(lambda: load(edit_tensors(tmp_path, shorter)), "lm_head.weight not expected")
 
 
@@ -263,7 +287,11 @@ def test_quantized_weights_that_no_config_tells_are_refused(dtype, tmp_path):
     saved(llama(), tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
     small = lambda tensors: tensors.update({name: tensors[name].to(dtype)})
-    refused(lambda: load(edit_tensors(tmp_path, small)), f"{name} is ", "expected F64 or F32 or F16 or BF16")
+    refused(
+        lambda: load(edit_tensors(tmp_path, small)),
+        f"{name} is ",
+        "expected F64 or F32 or F16 or BF16",
+    )
 
 
 def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path, capsys):
@@ -275,7 +303,10 @@ def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path, cap
     saved(other, tmp_path / "one")
     (tmp_path / "one/model.safetensors").rename(tmp_path / "model.safetensors")
     same_logits(tmp_path)
-    words = "has model.safetensors and model.safetensors.index.json; the first is read, as transformers does"
+    words = (
+        "has model.safetensors and model.safetensors.index.json; the first is "
+        "read, as transformers does"
+    )
     assert capsys.readouterr().err.count(words) == 1
     assert torch.equal(load(tmp_path)[0].wte.weight[:301], other.transformer.wte.weight)
 
@@ -283,7 +314,9 @@ def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path, cap
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     saved(gpt2(), tmp_path)
     twice = lambda tensors: tensors.update({"wte.weight": tensors["transformer.wte.weight"] * 2})
-    refused(lambda: load(edit_tensors(tmp_path, twice)), "the second to hold transformer.wte.weight")
+    refused(
+        lambda: load(edit_tensors(tmp_path, twice)), "the second to hold transformer.wte.weight"
+    )
 
 
 @pytest.mark.fault(101)
@@ -322,7 +355,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
 
 @pytest.mark.parametrize("make, changes, words", [
     (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3 or mistral"]),
-    (llama, dict(model_type="qwen2"), ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
+    (llama, dict(model_type="qwen2"),
+     ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
     (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
     (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
     (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
@@ -336,9 +370,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
     (llama, dict(head_dim=32), ["proj.weight is [64, 64], expected [64, 128]"]),
     (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
     (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["rope_factor=absent"]),
-    (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0", "1.0"]),
+    (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)),
+     ["low_freq_factor=2.0", "1.0"]),
     (llama, dict(rope_parameters=[1]), ["rope_parameters is [1]"]),
-    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))), ["rope_parameters by kinds"]),
+    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))),
+     ["rope_parameters by kinds"]),
     (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
     (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
     (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
@@ -361,7 +397,9 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(71, 72)
-@pytest.mark.parametrize("place", ["../model.safetensors", "/model.safetensors", "x" * 300, 3, None])
+@pytest.mark.parametrize(
+    "place", ["../model.safetensors", "/model.safetensors", "x" * 300, 3, None]
+)
 def test_an_index_names_files_of_its_folder_only(place, tmp_path):
     index = {"weight_map": {"wte.weight": place}} if place else []
     folder = saved(gpt2(), tmp_path)
@@ -390,7 +428,8 @@ def test_pickles_are_never_opened(tmp_path):
 @pytest.mark.parametrize("changes, words", [
     (dict(qk_norm=True, softcap=30.0), ["a gpt2 has no qk_norm=True, softcap=30.0"]),
     (dict(n_kv_head=1, head_dim=4), ["n_kv_head=1, head_dim=4"]),
-    (dict(LLAMA, qk_norm=True, bias=True), ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
+    (dict(LLAMA, qk_norm=True, bias=True),
+     ["a llama has no qk_norm=True; a qwen3 has no bias=True"]),
     (dict(LLAMA, qk_norm=True, attention_gate=True), ["a qwen3 has no attention_gate=True"]),
 ])  # fmt: skip
 def test_what_no_class_computes_is_refused(changes, words, tmp_path):
@@ -427,7 +466,10 @@ def test_script_both_ways(tmp_path, capsys):
     convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
     out = capsys.readouterr().out
-    assert "init_from" in out and f"wrote {tmp_path / 'b'} in float32; its logits in transformers are" in out
+    assert (
+        "init_from" in out
+        and f"wrote {tmp_path / 'b'} in float32; its logits in transformers are" in out
+    )
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
@@ -439,13 +481,19 @@ def test_script_both_ways(tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_is_compared_with_transformers(dtype, tmp_path, monkeypatch, capsys):
-    cfg = GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, embed_norm=True, **LLAMA)
+    cfg = GPTConfig(
+        vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32, embed_norm=True, **LLAMA
+    )
     save_model(tmp_path / "run", randomized(build(cfg, CPU, seed=0)), cfg)
-    words = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"), dtype=dtype)
+    words = convert.Config(
+        checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"), dtype=dtype
+    )
     plain = model.SwiGLU.forward
     with monkeypatch.context() as patch:
         patch.setattr(model.SwiGLU, "forward", lambda self, x: 1.05 * plain(self, x))
-        refused(lambda: convert.main(words), "transformers' logits differ by", "% of their deviation")
+        refused(
+            lambda: convert.main(words), "transformers' logits differ by", "% of their deviation"
+        )
         assert not (tmp_path / "hf").exists()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
@@ -476,11 +524,16 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         gated = randomized(tiny())
         save_model(tmp_path / "run", gated, gated.cfg)
         export = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"))
-        words = "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, blocks.0.gate.weight"
+        words = (
+            "parameters that a Hugging Face gpt2 does not have: blocks.0.gate.bias, "
+            "blocks.0.gate.weight"
+        )
         refused(lambda: convert.main(export), words)
         patch.setattr(model, "make_mlp", lambda cfg: model.MLP(cfg, torch.nn.functional.silu))
         shape = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu")
-        refused(lambda: hf.hf_parts(model.on_meta(shape)), "model.py has no blocks.0.mlp.gate_up.weight")
+        refused(
+            lambda: hf.hf_parts(model.on_meta(shape)), "model.py has no blocks.0.mlp.gate_up.weight"
+        )
     (wide := model.on_meta(shape)).blocks[0].attn.qkv = torch.nn.Linear(768, 2305, bias=False)
     refused(lambda: hf.hf_parts(wide), "llama does not have: blocks.0.attn.qkv.weight (1 in all)")
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
@@ -494,7 +547,10 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
     run = tmp_path / "run"
     models = [build(cfg, CPU, seed=seed) for seed in range(3)]
     for step, own in enumerate(models):
-        tensors, state = {"model": dict(own.named_parameters())}, {"config": vars(cfg), "val_loss": 1.0}
+        tensors, state = (
+            {"model": dict(own.named_parameters())},
+            {"config": vars(cfg), "val_loss": 1.0},
+        )
         checkpoint.save(run, step, tensors, state, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
     found, pairs = load_model(tmp_path / "mean"), (m.parameters() for m in models[1:])
@@ -502,4 +558,6 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
         torch.testing.assert_close(own, (a + b) / 2)
     four = convert.Config(checkpoint=str(run), out=str(tmp_path / "none"), average=4)
     refused(lambda: convert.main(four), "holds 3 checkpoints; try --average=3")
-    refused(lambda: convert.main(convert.Config(from_hf="x", out="y", average=2)), "average=2 needs")
+    refused(
+        lambda: convert.main(convert.Config(from_hf="x", out="y", average=2)), "average=2 needs"
+    )

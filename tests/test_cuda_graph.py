@@ -1,4 +1,6 @@
-"""--cuda_graph: a replayed micro-step is the launched one, bit for bit; what it cannot do is refused."""
+"""--cuda_graph: a replayed micro-step is the launched one, bit for bit;
+what it cannot do is refused.
+"""
 
 import contextlib
 import subprocess
@@ -18,7 +20,9 @@ from scale import cuda_graph, parallel
 from settings import Config
 from system.errors import UserError
 
-WORDS = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
+WORDS = (
+    "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=500 --block_size=128 --batch_size=4".split()
+)
 WORDS += ["--compile=False", "--deterministic=True", "--warmup_steps=0"]
 LLAMA = "--positions=rope --norm=rmsnorm --mlp=swiglu --bias=False --tie_embeddings=False"
 REPLAYED = {
@@ -41,7 +45,9 @@ def deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_steps_equal_launched_ones(name, deterministic):
-    """Losses, gradient norms and the weights after six steps, of which the graph does the last three."""
+    """Losses, gradient norms and the weights after six steps,
+    of which the graph does the last three.
+    """
     launched, replayed = both_ways(REPLAYED[name].split())
     same(launched, replayed)
     found = launched[0][::2]
@@ -65,7 +71,8 @@ def both_ways(more, device="cuda"):
 def six_steps(cfg, world, graph, masked, growing):
     """([loss and norm of each step], {name: weight}) on the same random batches.
 
-    masked: each micro-batch has another share of targets that do not count, one in four none that does.
+    masked: each micro-batch has another share of targets that do not count, one in four none that
+    does.
     """
     cfg.cuda_graph = graph and ("auto" if world.device.type == "cuda" else True)
     own, _ = train.choose(cfg, world.device)
@@ -74,7 +81,9 @@ def six_steps(cfg, world, graph, masked, growing):
         job = train.Training(own, world)
     job.state.model.train()
     torch.manual_seed(1 + world.rank)
-    rows = torch.randint(0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device).unbind()
+    rows = torch.randint(
+        0, 50, (64, cfg.batch_size, cfg.block_size + 1), device=world.device
+    ).unbind()
     taken = iter(rows)
 
     def next_batch():
@@ -89,7 +98,9 @@ def six_steps(cfg, world, graph, masked, growing):
         found += [loss.item(), norm.item()]
     assert graph == isinstance(job.graph, cuda_graph.GraphedMicroStep)
     assert not graph or job.graph.graph is not None
-    return found, {name: p.detach().to("cpu", copy=True) for name, p in job.state.model.named_parameters()}
+    return found, {
+        name: p.detach().to("cpu", copy=True) for name, p in job.state.model.named_parameters()
+    }
 
 
 def imitate(put):
@@ -97,7 +108,9 @@ def imitate(put):
     stream = lambda device=None: types.SimpleNamespace(wait_stream=lambda other: None)
 
     def capture(self):
-        self.graph = types.SimpleNamespace(replay=lambda: setattr(self, "sums", self.micro_step(*self.batch)))
+        self.graph = types.SimpleNamespace(
+            replay=lambda: setattr(self, "sums", self.micro_step(*self.batch))
+        )
 
     put(cuda_graph, "stream", stream)
     put(torch.cuda, "current_stream", stream)
@@ -108,7 +121,9 @@ def imitate(put):
 GROWING = ["--batch_tokens=768", "--masked", "--growing"]
 
 
-@pytest.mark.parametrize("more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"], GROWING])
+@pytest.mark.parametrize(
+    "more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"], GROWING]
+)
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     """Two and five micro-steps a step; one, then six."""
     imitate(monkeypatch.setattr)
@@ -140,8 +155,12 @@ def test_ranks_average_the_gradients_of_replays(more):
 
 @pytest.mark.gpu
 def test_a_run_with_evaluations_resumes(data_dir, tmp_path, deterministic):
-    """train.py with evaluations and checkpoints between the replays, and a resumed run, equal one without."""
-    settings = dict(device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4)
+    """train.py with evaluations and checkpoints between the replays, and a resumed run,
+    equal one without.
+    """
+    settings = dict(
+        device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4
+    )
     settings |= dict(save_interval=6, max_steps=12)
     expected = losses(train_here(data_dir, tmp_path / "a", **settings))
     settings["cuda_graph"] = True
@@ -153,7 +172,8 @@ def test_a_run_with_evaluations_resumes(data_dir, tmp_path, deterministic):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
-    "more", ["--precision=bf16", "--precision=bf16 --reduce_dtype=bf16", "--precision=fp8 --compile=True"]
+    "more",
+    ["--precision=bf16", "--precision=bf16 --reduce_dtype=bf16", "--precision=fp8 --compile=True"],
 )
 def test_ddp_on_gpus(number, more):
     if torch.cuda.device_count() < number:
@@ -186,8 +206,14 @@ def test_a_step_that_waits_for_the_gpu_is_named():
     assert done.returncode and words in done.stderr.strip().splitlines()[-1], done.stderr
 
 
-CHOICES = {"yes (the host takes 19.5 of a": (0.0195, 0.02), "no (the host takes 12.0 of a": (0.012, 0.02)}
-CHOICES |= {"no (it waits for the GPU": (0, 0.02), "no (cuda_graph=True does not go with remat": None}
+CHOICES = {
+    "yes (the host takes 19.5 of a": (0.0195, 0.02),
+    "no (the host takes 12.0 of a": (0.012, 0.02),
+}
+CHOICES |= {
+    "no (it waits for the GPU": (0, 0.02),
+    "no (cuda_graph=True does not go with remat": None,
+}
 MODEL = torch.nn.Linear(2, 2)
 
 
@@ -225,7 +251,9 @@ def test_a_trial_tells_who_waits_for_whom():
 
 
 def test_a_cpu_has_no_graphs(data_dir, tmp_path):
-    with pytest.raises(UserError, match="^cuda_graph=True needs a CUDA device, this is cpu; leave it out$"):
+    with pytest.raises(
+        UserError, match="^cuda_graph=True needs a CUDA device, this is cpu; leave it out$"
+    ):
         train_here(data_dir, tmp_path, cuda_graph=True)
     start = train_here(data_dir, tmp_path, cuda_graph="auto", max_steps=1)[0]
     assert ["cuda graph", "no (it needs a CUDA device)"] in start["rows"]

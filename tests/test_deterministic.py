@@ -1,4 +1,6 @@
-"""--deterministic: runs of one command end with the same bits, and nothing is chosen by time or order."""
+"""--deterministic: runs of one command end with the same bits,
+and nothing is chosen by time or order.
+"""
 
 import pytest
 import ranks
@@ -14,7 +16,10 @@ GPT = dict(n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=81
 GPT["save_interval"] = 5
 GROUPED = GPT | LLAMA | dict(n_kv_head=4)
 RUNS = {"gpt": GPT, "fp8": GPT | dict(precision="fp8", dropout=0.1)}
-RUNS |= {"documents": GROUPED | dict(document_mask=True), "compiled": slow(GPT | dict(compile=True))}
+RUNS |= {
+    "documents": GROUPED | dict(document_mask=True),
+    "compiled": slow(GPT | dict(compile=True)),
+}
 RUNS |= {"remat": GROUPED | dict(remat="attention", optimizer="muon")}
 
 
@@ -37,7 +42,14 @@ def assert_same_bits(folder, step):
 def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
     torch.use_deterministic_algorithms(False)
     for name in "ab":
-        train_here(data_dir, tmp_path / name, dropout=0.1, shuffle_seed=1, eval_interval=6, deterministic=on)
+        train_here(
+            data_dir,
+            tmp_path / name,
+            dropout=0.1,
+            shuffle_seed=1,
+            eval_interval=6,
+            deterministic=on,
+        )
         assert torch.are_deterministic_algorithms_enabled() == on
     assert_same_bits(tmp_path, 12)
 
@@ -45,7 +57,9 @@ def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
-    """Each run is a process of its own: what is timed would be kept for the second run of one process."""
+    """Each run is a process of its own: what is timed would be kept
+    for the second run of one process.
+    """
     settings = dict(precision="bf16") | settings
     for name in "ab":
         words = flags(data_dir, tmp_path / name, **settings, device="cuda", deterministic=True)
@@ -56,8 +70,12 @@ def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
 
 
 def test_nothing_is_timed(monkeypatch, deterministic):
-    """cublas.matmul takes the first algorithm, by another plan than a run that times; so do q, k and v."""
-    cublas = pytest.importorskip("fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only")
+    """cublas.matmul takes the first algorithm, by another plan than a run that times;
+    so do q, k and v.
+    """
+    cublas = pytest.importorskip(
+        "fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only"
+    )
     from fast import linear
 
     def run(plan, a, b, bias, out, added, which):
@@ -87,7 +105,9 @@ def test_nothing_is_timed(monkeypatch, deterministic):
     monkeypatch.setattr(cublas, "fastest", lambda ways, device: 1)
     for name in ("packed_gradients", "parts_gradients"):
         results = torch.zeros(8, 256), torch.zeros(768, 256), torch.zeros(768)
-        monkeypatch.setattr(linear, name, lambda *_, name=name, results=results: took.append(name) or results)
+        monkeypatch.setattr(
+            linear, name, lambda *_, name=name, results=results: took.append(name) or results
+        )
     part, w = torch.zeros(8, 256), torch.zeros(768, 256)
     for on in (True, False):
         torch.use_deterministic_algorithms(on)

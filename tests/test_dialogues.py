@@ -1,4 +1,6 @@
-"""chat.py and masks: against transformers, a loss written out, other ranks, damage and bad dialogues."""
+"""chat.py and masks: against transformers, a loss written out, other ranks,
+damage and bad dialogues.
+"""
 
 import ast
 import json
@@ -47,19 +49,26 @@ LLAMA3 = (  # the form of Llama 3's
 
 
 def questions():
-    """Dialogues of one to three turns about functions of Python's modules; docstrings are answers."""
+    """Dialogues of one to three turns about functions of Python's modules;
+    docstrings are answers.
+    """
     found, turns = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
-                turns += [("user", f"What does {path.stem}.{node.name} do?"), ("assistant", said[:120])]
+                turns += [
+                    ("user", f"What does {path.stem}.{node.name} do?"),
+                    ("assistant", said[:120]),
+                ]
                 if len(turns) // 2 > len(found) % 3:
                     found.append([{"role": role, "content": content} for role, content in turns])
                     turns = []
     return found[:240]
 
 
-def save_tokenizer(folder, template, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **settings):
+def save_tokenizer(
+    folder, template, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **settings
+):
     folder.mkdir()
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,20 +78,26 @@ def save_tokenizer(folder, template, special=("<|endoftext|>", "<|im_start|>", "
     trainer = tokenizers.trainers.BpeTrainer(**options)
     inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
     inner.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, **settings})
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizers") / "chatml", PLAIN, eos_token="<|im_end|>")
+    return save_tokenizer(
+        tmp_path_factory.mktemp("tokenizers") / "chatml", PLAIN, eos_token="<|im_end|>"
+    )
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
     """(folder of shards of the dialogues, the file of the dialogues)."""
     root = tmp_path_factory.mktemp("chats")
-    lines = [json.dumps({"messages": messages, "id": i}) + "\n" for i, messages in enumerate(questions())]
+    lines = [
+        json.dumps({"messages": messages, "id": i}) + "\n" for i, messages in enumerate(questions())
+    ]
     (root / "chats.jsonl").write_text("".join(lines))
     settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001)
     assert "of them with loss" in prepare(root / "d", root / "chats.jsonl", **settings)
@@ -102,15 +117,20 @@ def read_mask(folder, split):
     return tokens, np.concatenate(masks).astype(bool)
 
 
-# As Qwen3's: reasoning of earlier turns is dropped, so that no answer is found by rendering without it.
+# As Qwen3's: reasoning of earlier turns is dropped, so that no answer is found by rendering without
+# it.
 FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split()[-1] }}{% endif %}{{ '<|im_end|>' }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
+    "%}"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split()[-1] }}{% endif %}{{ "
+    "'<|im_end|>' }}"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
 )
 
 
-@pytest.mark.parametrize("ours, reference", [(PLAIN, CHATML), (CHATML, CHATML), (FORGETFUL, FORGETFUL)])
+@pytest.mark.parametrize(
+    "ours, reference", [(PLAIN, CHATML), (CHATML, CHATML), (FORGETFUL, FORGETFUL)]
+)
 @pytest.mark.fault(114)
 def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, reference):
     transformers = pytest.importorskip("transformers")
@@ -132,9 +152,13 @@ def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
     said = lambda content, **more: dict(role="assistant", content=content, **more)
     first, second = rows_of(folder, [said("no"), said("yes", train=True)], [said("no")])
     tok = tokenizer.load(str(folder))
-    assert tok.decode(first["token"][first["loss"]]) == "yes" and tok.decode(first["token"][1:]) == "noyes"
+    assert (
+        tok.decode(first["token"][first["loss"]]) == "yes"
+        and tok.decode(first["token"][1:]) == "noyes"
+    )
     assert not len(second)
-    (row,) = rows_of(folder, [said("b", train=True), said("no")])  # a part that ends at the first token
+    # a part that ends at the first token
+    (row,) = rows_of(folder, [said("b", train=True), said("no")])
     assert tok.decode(row["token"][row["loss"]]) == "b" and row["loss"].sum() == 1
     with pytest.raises(UserError, match="a message holds U.FDD0 or U.FDD1") as error:
         rows_of(folder, [said("a\ufdd0b", train=True)])
@@ -144,7 +168,9 @@ def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
 def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
     special = ("<|begin_of_text|>", "<|start|>", "<|end|>", "<|eot|>")
     marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
-    folder = save_tokenizer(tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks)
+    folder = save_tokenizer(
+        tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks
+    )
     tok = tokenizer.load(str(folder))
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
     (row,) = rows_of(folder, talk)
@@ -161,7 +187,9 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
 
 def test_prompt_and_completion_without_a_template(tmp_path):
     pairs = [*((f"{i}+{i}=", str(2 * i)) for i in range(50)), ("x", "")]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs)
+    )
     prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
     tokens, loss = read_mask(tmp_path / "d", "train")
     expected = [(256, True)] + [(ord(c), False) for c in "7+7="] + [(ord(c), True) for c in "14"]
@@ -170,7 +198,10 @@ def test_prompt_and_completion_without_a_template(tmp_path):
     assert list(zip(tokens[at[7] : at[8]].tolist(), loss[at[7] : at[8]].tolist())) == expected
     folder = save_tokenizer(tmp_path / "t", None, ("<|endoftext|>", "</s>"), eos_token="</s>")
     (row,) = rows_of(folder, ("a", "b"))
-    assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [0, 1]
+    assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.gpt2
@@ -195,7 +226,9 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     T, n = 100, len(tokens)
     targets = np.where(loss, tokens.astype(int), -100)
     for world, B in [(1, 4), (2, 2)]:
-        loaders = [TokenLoader(folder, "train", B, T, rank, world, vocab_size=400) for rank in range(world)]
+        loaders = [
+            TokenLoader(folder, "train", B, T, rank, world, vocab_size=400) for rank in range(world)
+        ]
         for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
             x, y = zip(*[loader.next() for loader in loaders])
             at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
@@ -206,7 +239,9 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
 
 def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tmp_path, chatml):
     _, file = data
-    settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256)
+    settings = dict(
+        text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256
+    )
     prepare(tmp_path / "d", file, **settings)
     with stopped_after(3):
         prepare(tmp_path / "stopped", file, **settings)
@@ -224,7 +259,9 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tm
     assert shift(tmp_path / "d") == 0 and shift(data[0]) == 98  # rows that were packed stay whole
 
 
-SHAPE = dict(vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512, max_steps=4, eval_interval=4)
+SHAPE = dict(
+    vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512, max_steps=4, eval_interval=4
+)
 
 
 def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, tmp_path):
@@ -236,18 +273,27 @@ def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, t
     model = models.build(cfg, torch.device("cpu"), cfg.seed)
 
     def reference(split, rows):
-        tokens, loss = (torch.from_numpy(a.astype(int))[: rows * 32 + 1] for a in read_mask(folder, split))
+        tokens, loss = (
+            torch.from_numpy(a.astype(int))[: rows * 32 + 1] for a in read_mask(folder, split)
+        )
         with torch.no_grad():
             logits = model.logits(tokens[:-1].view(rows, 32)).flatten(0, 1)
         return F.cross_entropy(logits[loss[1:] > 0], tokens[1:][loss[1:] > 0]).item()
 
-    assert losses(log)[1] == pytest.approx(reference("train", 16), rel=1e-6)  # 4 micro-steps of 4 rows
+    # 4 micro-steps of 4 rows
+    assert losses(log)[1] == pytest.approx(reference("train", 16), rel=1e-6)
     val = read_mask(folder, "val")[0]
-    assert losses(log, "val")[0] == pytest.approx(reference("val", min(1024, len(val) - 1) // 32), rel=1e-6)
-    words = flags(folder, tmp_path / "two", **SHAPE, batch_size=2, resume=tmp_path / "one/step_00000002")
+    assert losses(log, "val")[0] == pytest.approx(
+        reference("val", min(1024, len(val) - 1) // 32), rel=1e-6
+    )
+    words = flags(
+        folder, tmp_path / "two", **SHAPE, batch_size=2, resume=tmp_path / "one/step_00000002"
+    )
     assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
     found = losses(read_log(tmp_path / "two"))
-    assert sorted(found) == [3, 4] and all(found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found)
+    assert sorted(found) == [3, 4] and all(
+        found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found
+    )
 
 
 def masked_step(words):
@@ -275,8 +321,12 @@ def masked_step_in_rank(words):
 
 
 @pytest.mark.parametrize("parallel_as", ["ddp", "fsdp", "context"])
-def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(data, tmp_path, parallel_as):
-    """Micro-steps and ranks have other numbers of answers, and the mean of their means is another."""
+def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(
+    data, tmp_path, parallel_as
+):
+    """Micro-steps and ranks have other numbers of answers,
+    and the mean of their means is another.
+    """
     folder, _ = data
     given = SHAPE | dict(batch_size=1, batch_tokens=256, clip=None, positions="rope")
     more = dict(context_parallel=2) if parallel_as == "context" else dict(parallel=parallel_as)
@@ -285,7 +335,9 @@ def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(data, 
         *flags(folder, tmp_path / "run", **given | more)[1:],
     ]
     cfg = configure(Config, words())
-    tokens, loss = (torch.from_numpy(a.astype(int))[: 8 * 32 + 1] for a in read_mask(folder, "train"))
+    tokens, loss = (
+        torch.from_numpy(a.astype(int))[: 8 * 32 + 1] for a in read_mask(folder, "train")
+    )
     model = models.build(cfg, torch.device("cpu"), cfg.seed)
     x, y = tokens[:-1].view(8, 32), torch.where(loss[1:] > 0, tokens[1:], -100).view(8, 32)
     counts = (y >= 0).sum(1)
@@ -293,10 +345,15 @@ def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(data, 
     expected = F.cross_entropy(model.logits(x).mT, y)
     expected.backward()
     refs = {name: p.grad for name, p in model.named_parameters()}
-    for found, grads, norm in [masked_step(words()), *ranks.call(2, masked_step_in_rank, words(**more))]:
+    for found, grads, norm in [
+        masked_step(words()),
+        *ranks.call(2, masked_step_in_rank, words(**more)),
+    ]:
         assert found == pytest.approx(expected.item(), rel=2e-6)
         torch.testing.assert_close(grads, refs, rtol=1e-4, atol=1e-7)
-        assert norm == pytest.approx(torch.cat([g.flatten() for g in refs.values()]).norm().item(), rel=1e-5)
+        assert norm == pytest.approx(
+            torch.cat([g.flatten() for g in refs.values()]).norm().item(), rel=1e-5
+        )
 
 
 def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
@@ -358,8 +415,12 @@ def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messa
 
 
 def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3]))
-    given = dict(text_key="messages", tokenizer=str(shutil.copytree(chatml, tmp_path / "t")), val_tokens=0)
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3])
+    )
+    given = dict(
+        text_key="messages", tokenizer=str(shutil.copytree(chatml, tmp_path / "t")), val_tokens=0
+    )
     prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
     (tmp_path / "t" / "chat_template.jinja").write_text(PLAIN.replace("trim", "upper"))
     with pytest.raises(UserError, match="begun with another chat_sha256; use another"):
@@ -369,12 +430,16 @@ def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
 def test_bad_lines_name_the_document(tmp_path, chatml):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     bad = {"messages": [{"role": None, "content": "a"}]}
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, good, bad)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (good, good, bad))
+    )
     lines = dict(text_key="messages", tokenizer=str(chatml), val_tokens=0)
     with pytest.raises(DataError, match="document 3: expected a list of {role, content}") as error:
         prepare(tmp_path / "d", tmp_path / "a.jsonl", **lines)
     assert one_line(error)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good))
+    )
     prepare(tmp_path / "g", tmp_path / "b.jsonl", skip_bad_documents=True, **lines)
     assert json.loads((tmp_path / "g/manifest.json").read_text())["documents"] == 2
     with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):

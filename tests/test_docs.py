@@ -38,7 +38,11 @@ def replaced(path, old, new):
 
 
 def run(folder, words, ranks=0):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks
+        else []
+    )
     command = [sys.executable, *launcher, "train.py", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
@@ -55,7 +59,9 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
         block("class Reverse") + "\n\n@dataclasses.dataclass\nclass State:",
     )
     replaced(code / "train.py", "loader = make_loader(cfg, world)", "loader = Reverse(cfg, world)")
-    command = re.search(r"python train.py (config/test.py .*--out_dir=out/reverse)", TEXT)[1].split()
+    command = re.search(r"python train.py (config/test.py .*--out_dir=out/reverse)", TEXT)[
+        1
+    ].split()
     command += ["--n_layer=2", "--device=cpu", "--log_interval=100", "--save_interval=300"]
     out = run(code, command)
     assert "batches of Reverse" in out
@@ -64,7 +70,11 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
     assert losses[600] < 0.8 * losses[1]
     shutil.rmtree(code / "out/reverse/step_00000600")
     run(code, [*command, "--resume=auto"])
-    again = {line["step"]: line["loss"] for line in read_log(code / "out/reverse") if line["kind"] == "train"}
+    again = {
+        line["step"]: line["loss"]
+        for line in read_log(code / "out/reverse")
+        if line["kind"] == "train"
+    }
     assert again == losses  # the later lines of steps 301 to 600
 
 
@@ -83,7 +93,11 @@ def test_multiple_choice_from_a_file(tmp_path, data_dir):
     (code / "quiz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in quiz))
     out = run(code, flags(data_dir, tmp_path / "run", eval_interval=6))
     found = [line for line in read_log(tmp_path / "run") if line["kind"] == "quiz"]
-    assert [line["step"] for line in found] == [0, 12] and {line["accuracy"] for line in found} <= {0, 0.5, 1}
+    assert [line["step"] for line in found] == [0, 12] and {line["accuracy"] for line in found} <= {
+        0,
+        0.5,
+        1,
+    }
     assert "quiz 12 | accuracy " in out
 
 
@@ -92,7 +106,9 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     code = copy_of_sources(tmp_path / "code")
     anchors = {
         "optim.py": 'if name != "adamw":\n',
-        "settings.py": '    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # see optim.py\n',
+        "settings.py": (
+            '    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # see optim.py\n'
+        ),
     }
     replaced(code / "optim.py", "def build(name", block("class Lion") + "\n\ndef build(name")
     chosen = block("    if name ==").strip()
@@ -103,7 +119,11 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     assert "the states of Lion, and activations, are not estimated" in " ".join(out.split())
     shutil.rmtree(tmp_path / "run/step_00000012")
     run(code, [*words, "--resume=auto"])
-    found = [(line["step"], line["loss"]) for line in read_log(tmp_path / "run") if line["kind"] == "train"]
+    found = [
+        (line["step"], line["loss"])
+        for line in read_log(tmp_path / "run")
+        if line["kind"] == "train"
+    ]
     assert found[12:] == found[8:12]  # steps 9 to 12
 
 

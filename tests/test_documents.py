@@ -1,4 +1,6 @@
-"""Document masks against float64 with an explicit mask, against documents alone, compiled, and over ranks."""
+"""Document masks against float64 with an explicit mask, against documents alone, compiled,
+and over ranks.
+"""
 
 import functools
 
@@ -22,9 +24,19 @@ from system.errors import UserError
 EOT = 7
 T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
-KINDS = [("apart", "none"), slow("varlen", "none"), ("varlen", "selective"), slow("varlen", "block")]
+KINDS = [
+    ("apart", "none"),
+    slow("varlen", "none"),
+    ("varlen", "selective"),
+    slow("varlen", "block"),
+]
 COMPILED = dict(parallel="fsdp", n_kv_head=1, key_offset=True, remat="block", compile=True)
-CASES = [({}, None), (dict(key_offset=True), None), slow(COMPILED, "graphs"), repeated(COMPILED, "inductor")]
+CASES = [
+    ({}, None),
+    (dict(key_offset=True), None),
+    slow(COMPILED, "graphs"),
+    repeated(COMPILED, "inductor"),
+]
 
 
 def rows(B=2, T=48, seed=0, share=0.1):
@@ -61,7 +73,9 @@ def weights(q, k, bounds):
 
 @torch.library.custom_op("tests::varlen", mutates_args=())
 def varlen(q: T, k: T, v: T, bounds: T, longest: int) -> T:
-    """Stands in on the CPU for torch's varlen_attn, which is an operator of its own in the same way."""
+    """Stands in on the CPU for torch's varlen_attn,
+    which is an operator of its own in the same way.
+    """
     assert bounds[0] == 0 and bounds[-1] == len(q) and bounds.diff().max() <= longest
     v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
     return torch.einsum("hqk,khd->qhd", weights(q, k, bounds), v).contiguous()
@@ -155,12 +169,16 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
 
 @pytest.mark.parametrize("way, kind", KINDS, indirect=["way"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
-    """Over batches with other numbers of documents, from one to all tokens, with and without gradients."""
+    """Over batches with other numbers of documents, from one to all tokens,
+    with and without gradients.
+    """
     eager, model = (build(small(**GROUPED), CPU, seed=3) for _ in range(2))
     for m in (eager, model):
         documents.apply(m, EOT)
     if kind != "none":
-        activation_checkpointing.apply(model, Config(remat=kind, remat_tile=24 if kind == "block" else None))
+        activation_checkpointing.apply(
+            model, Config(remat=kind, remat_tile=24 if kind == "block" else None)
+        )
     compile_model(model)
     for seed, share in enumerate([0.1, 0.3, 0.0, 1.0, 0.2]):
         idx, targets = rows(seed=seed, share=share), rows(seed=9 + seed)
@@ -175,13 +193,17 @@ def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
 
 
 def test_off_is_the_plain_model(way):
-    """HellaSwag's rows, padded with zeros, and prompts that begin with the separator: as without the mask."""
+    """HellaSwag's rows, padded with zeros, and prompts that begin with the separator:
+    as without the mask.
+    """
     plain, model = (build(small(**GROUPED), CPU, seed=3).eval() for _ in range(2))
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
     with context_parallel.alone(model):
-        assert torch.equal(model(idx[:, :9], targets[:, :9])[0], plain(idx[:, :9], targets[:, :9])[0])
+        assert torch.equal(
+            model(idx[:, :9], targets[:, :9])[0], plain(idx[:, :9], targets[:, :9])[0]
+        )
         assert torch.equal(model.logits(idx), plain.logits(idx))
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
     with context_parallel.alone(plain):
@@ -210,7 +232,9 @@ def short_documents(tmp_path):
 def test_training_with_the_mask(short_documents, tmp_path):
     common = dict(positions="rope", eval_interval=12, block_size=128, batch_size=2)
     masked = train_here(short_documents, tmp_path / "a", document_mask=True, **common)
-    same = train_here(short_documents, tmp_path / "b", document_mask=True, init_from=tmp_path / "a", **common)
+    same = train_here(
+        short_documents, tmp_path / "b", document_mask=True, init_from=tmp_path / "a", **common
+    )
     whole = train_here(short_documents, tmp_path / "c", init_from=tmp_path / "a", **common)
     assert losses(masked, "val")[12] < losses(masked, "val")[0] - 0.1
     assert losses(same, "val")[0] == losses(masked, "val")[12] != losses(whole, "val")[0]
@@ -218,11 +242,15 @@ def test_training_with_the_mask(short_documents, tmp_path):
 
 @pytest.mark.parametrize("settings, compiler", CASES)
 def test_context_parallel_equals_one_process(short_documents, tmp_path, settings, compiler):
-    shape = dict(positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2))
+    shape = dict(
+        positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2)
+    )
     shape["key_offset"] = settings.get("key_offset", False)
     common = SHORT | dict(document_mask=True, **shape)
     train_here(short_documents, tmp_path / "one", **common)
-    words = flags(short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings})
+    words = flags(
+        short_documents, tmp_path / "many", **{**common, "context_parallel": 2, **settings}
+    )
     assert ranks.call(2, train_in_rank, words, compiler) == [(0, "")] * 2
     same_run(tmp_path / "one", tmp_path / "many")
 
@@ -233,7 +261,9 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
 @pytest.mark.parametrize("B, T", [(2, 1000), (1, 8192)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
-    """torch's kernel, forward and backward, against documents alone in float32 on the same numbers."""
+    """torch's kernel, forward and backward,
+    against documents alone in float32 on the same numbers.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     shapes = [(B, H, T, D) for H in (8, kv_heads, kv_heads)]
@@ -245,7 +275,13 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
     masked = lambda *qkv: apart(there, *qkv)
     for share in (0.01, 0.05):
         there.find(rows(B, T, share=share).cuda())
-        low, exact = with_gradients(varlen, qkv, dy), with_gradients(masked, [x.float() for x in qkv], dy)
+        low, exact = (
+            with_gradients(varlen, qkv, dy),
+            with_gradients(masked, [x.float() for x in qkv], dy),
+        )
         for got, expected in zip(low, exact):
-            # rounded to 8 or 11 bits inside: errors are a few units in the last place of the largest summands
-            assert got.dtype == dtype and error(got, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+            # rounded to 8 or 11 bits inside: errors are a few units in the last place of the
+            # largest summands
+            assert got.dtype == dtype and error(got, expected) < (
+                1e-2 if dtype == torch.bfloat16 else 2e-3
+            )

@@ -1,13 +1,15 @@
-"""Edits of model.py and kernels.py take effect and are right: fused, remat, masks, over ranks, in fp8.
+"""Edits of model.py and kernels.py take effect and are right: fused, remat, masks, over ranks, in
+fp8.
 
-Two steps of train.py's Training and an evaluation are compared with the same edit in plain PyTorch, float32
-and one process. With SGD, since AdamW keeps little more of gradients than their signs.
+Two steps of train.py's Training and an evaluation are compared with the same edit in plain PyTorch,
+float32 and one process. With SGD, since AdamW keeps little more of gradients than their signs.
 
-Tolerances. A bf16 number has a relative error of 2^-9, and a gradient has gone through some twenty such
-roundings: 2e-3 in a loss of 16 tokens and 3e-2 in the change of a parameter are what PyTorch's own autocast
-does to model.py as it is; of edits that are more sensitive, thrice the error of autocast. Without the edit
-some parameter changes by a quarter otherwise at least. fp8 has 4 bits, gradients 3, and the interpreter loses
-a carry (see test_fp8.py): directions of changes are compared, which without the edit are clearly others.
+Tolerances. A bf16 number has a relative error of 2^-9, and a gradient has gone through some twenty
+such roundings: 2e-3 in a loss of 16 tokens and 3e-2 in the change of a parameter are what PyTorch's
+own autocast does to model.py as it is; of edits that are more sensitive, thrice the error of
+autocast. Without the edit some parameter changes by a quarter otherwise at least. fp8 has 4 bits,
+gradients 3, and the interpreter loses a carry (see test_fp8.py): directions of changes are
+compared, which without the edit are clearly others.
 """
 
 import contextlib
@@ -46,11 +48,15 @@ LOSS, CHANGE, OTHER = 2e-3, 3e-2, 0.25  # relative; see above
 LOSS_FP8, ALIKE = (1e-2, 0.95) if GPU else (4e-2, 0.85)  # relative; cosine of changes
 
 STEPS, ROWS, SEPARATOR = 2, 2, 7
-SHAPE = dict(n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, batch_size=2, clip=None, compile=GPU)
+SHAPE = dict(
+    n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, batch_size=2, clip=None, compile=GPU
+)
 SHAPE |= dict(n_embd=256, block_size=128) if GPU else dict(n_embd=64, block_size=8)
 TILE = 64 if GPU else 16
 GROUPED = dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
-two_ranks = pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
+two_ranks = pytest.mark.skipif(
+    GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
+)
 
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
@@ -66,11 +72,17 @@ GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 LOOP = "        for block in self.stack:\n            x = block(x, idx, positions)\n"
 SCALE = "        x0, scale = x, 1 + (idx % 3).to(x.dtype).unsqueeze(-1)\n"
 HEAD = "        self.head = Head(cfg)\n"
-LOSS_CALL = "kernels.linear_cross_entropy(x, self, targets, reduction, self.vocab_size, self.softcap)\n"
+LOSS_CALL = """kernels.linear_cross_entropy(
+            x, self, targets, reduction, self.vocab_size, self.softcap
+        )
+"""
 LOSSES = "F.cross_entropy(1.5 * self.logits(x).mT, targets, reduction='none')"
 HEAD_CALL = "loss, count = self.head(x, targets, reduction)\n"
 PLAIN_MEAN = "F.cross_entropy(1.5 * self.head.logits(x).mT, targets), (targets >= 0).sum()\n"
-OTHER_CORE = "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1)"
+OTHER_CORE = (
+    "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, "
+    "is_causal=True, scale=1)"
+)
 NORMALIZED = "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"
 NORMED = CORE.replace("y = ", "q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = ")
 LORA = """class LoRA(Linear):
@@ -103,17 +115,26 @@ EDITS = {
     ],
     "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
     "a gate for each head": [  # before the transposition: another layout of attention's gradient
-        (ATTENTION_PROJ, ATTENTION_PROJ + "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n"),
-        (GATE, "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2)\n"),
+        (
+            ATTENTION_PROJ,
+            ATTENTION_PROJ + "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n",
+        ),
+        (
+            GATE,
+            "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, "
+            "2).flatten(2)\n",
+        ),
     ],
-    "value residual": [  # the first block's values go on to all others: a block takes and returns two tensors
+    # the first block's values go on to all others: a block takes and returns two tensors
+    "value residual": [
         (ATTENTION, ATTENTION.replace("positions)", "positions, first)")),
         (CORE, "        v = v if first is None else 0.5 * (v + first)\n" + CORE),
         ("return self.proj(y)\n", "return self.proj(y), v if first is None else first\n"),
         (BLOCK, BLOCK.replace("positions)", "positions, first)")),
         (
             ATTEND,
-            "update, first = self.attn(self.norm_1(x), idx, positions, first)\n        x = x + update\n",
+            "update, first = self.attn(self.norm_1(x), idx, positions, first)\n        x = x + "
+            "update\n",
         ),
         (TRANSFORM + "        return x\n", TRANSFORM + "        return x, first\n"),
         (
@@ -139,21 +160,30 @@ EDITS = {
         ("return self.norm(x)\n", NORMALIZED),
     ],
     "a loss of PyTorch's": [(LOSS_CALL, f"kernels.mean_loss({LOSSES}, targets, reduction)\n")],
-    "a mean that knows no rows": [(HEAD_CALL, "loss, count = " + PLAIN_MEAN)],  # validated row by row
+    # validated row by row
+    "a mean that knows no rows": [(HEAD_CALL, "loss, count = " + PLAIN_MEAN)],
     "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
     "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
     "the embedding in every block": [  # by name, and a factor without a gradient
-        (BLOCK, BLOCK.replace("positions):\n", "positions, scale, x0):\n        x = x + scale * x0\n")),
+        (
+            BLOCK,
+            BLOCK.replace("positions):\n", "positions, scale, x0):\n        x = x + scale * x0\n"),
+        ),
         (LOOP, SCALE + LOOP.replace("positions)", "positions, scale, x0=x0)")),
     ],
     "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
-    "a weight used twice": [(TRANSFORM, TRANSFORM + "        x = x + F.linear(x, self.attn.proj.weight)\n")],
+    "a weight used twice": [
+        (TRANSFORM, TRANSFORM + "        x = x + F.linear(x, self.attn.proj.weight)\n")
+    ],
     "LoRA": [("class Attention(nn.Module):\n", LORA), ("self.qkv = Linear(", "self.qkv = LoRA(")],
 }
 # -- an edit of each definition in kernels.py that a fused form computes: {name: (text, another)}
 
 DEFINITIONS = {
-    "Linear": ("F.linear(x, forms.weight_of(self), self.bias)", "F.linear(1.5 * x, self.weight, self.bias)"),
+    "Linear": (
+        "F.linear(x, forms.weight_of(self), self.bias)",
+        "F.linear(1.5 * x, self.weight, self.bias)",
+    ),
     "qkv": ("q, k, v = layer(x).unflatten(", "q, k, v = layer(2 * x).unflatten("),
     "gelu": ('return F.gelu(x, approximate="tanh")', "return torch.sin(3 * x)"),
     "relu2": ("return F.relu(x).square()", "return F.relu(x) ** 1.5"),
@@ -169,11 +199,18 @@ DEFINITIONS = {
     "attention": ("    grouped = q.size(1)", "    q = q * 3\n    grouped = q.size(1)"),
     "cross_entropy": ("return plain_loss(x, head.weight", "return plain_loss(3 * x, head.weight"),
     "plain_loss": ("(F.linear(x, weight), targets", "(F.linear(x.sin(), weight), targets"),
-    "plain_cross_entropy": ("reduction=reduction)\n", "reduction=reduction, label_smoothing=0.6)\n"),
+    "plain_cross_entropy": (
+        "reduction=reduction)\n",
+        "reduction=reduction, label_smoothing=0.6)\n",
+    ),
     "cap": ("softcap * torch.tanh(logits / softcap)", "softcap * torch.sin(2 * logits / softcap)"),
 }
 SHAPES = {name: GROUPED for name in ("swiglu", "RMSNorm", "rope", "rotated")}
-SHAPES |= {"relu2": dict(mlp="relu2"), "cap": dict(softcap=2.0), "a second norm on q and k": GROUPED}
+SHAPES |= {
+    "relu2": dict(mlp="relu2"),
+    "cap": dict(softcap=2.0),
+    "a second norm on q and k": GROUPED,
+}
 PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
     "another activation": {("mlp", "another activation"): 2},
     "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
@@ -182,7 +219,13 @@ PLAIN = {  # operations that run in plain PyTorch, and why; of all others not on
 }
 
 # for the others nothing runs that does not run for one of these
-OFTEN = {"attention and MLP in parallel", "post-norm", "another activation", "a gate for each head", "LoRA"}
+OFTEN = {
+    "attention and MLP in parallel",
+    "post-norm",
+    "another activation",
+    "a gate for each head",
+    "LoRA",
+}
 OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head", "a skipped layer"}
 TILES = dict(remat_tile=TILE, block_size=2 * TILE)
 ATTENTION = dict(remat="attention", remat_offload=True)
@@ -190,18 +233,27 @@ CASES = [(name, {}) if name in OFTEN else slow(name, {}) for name in EDITS]
 CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
 CASES += [("the embedding in every block", dict(remat="block")), ("LoRA", dict(precision="fp8"))]
 CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
-CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)  # there all
+# there all
+CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)
 REMAT = [dict(remat="selective"), dict(remat="block"), dict(remat="block", remat_every=2)]
 REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
 CASES += [slow("value residual", remat) for remat in REMAT]
 CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
 CASES += [slow("a gate for each head", dict(document_mask=True))]
-CASES += [slow(edit, dict(precision="fp8")) for edit in ("a layer of every other channel", "value residual")]
-AT_ONCE = ("Linear", "mlp", "attention", "rotated", "plain_cross_entropy", "RMSNorm")  # the others are slow
+CASES += [
+    slow(edit, dict(precision="fp8"))
+    for edit in ("a layer of every other channel", "value residual")
+]
+# the others are slow
+AT_ONCE = ("Linear", "mlp", "attention", "rotated", "plain_cross_entropy", "RMSNorm")
 CASES += [(name, {}) if name in AT_ONCE else slow(name, {}) for name in DEFINITIONS]
 CASES += [("attention", mode) for mode in (dict(document_mask=True), dict(remat="block"))]
 CASES += [("rotated", dict(document_mask=True, remat="block")), ("gelu", dict(remat="selective"))]
-CASES += [("Linear", dict(precision="fp8")), ("mlp", dict(remat="block") | TILES), ("LayerNorm", ATTENTION)]
+CASES += [
+    ("Linear", dict(precision="fp8")),
+    ("mlp", dict(remat="block") | TILES),
+    ("LayerNorm", ATTENTION),
+]
 CASES += [slow(name, dict(document_mask=True)) for name in ("Linear", "RMSNorm")]
 CASES += [slow(name, dict(remat="block")) for name in ("swiglu", "mlp", "qkv")]
 CASES += [slow("mlp", dict(precision="fp8"))]
@@ -230,7 +282,9 @@ HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
 def edited(file, edits, into=None):
-    """The module of a file with edits, (text, what stands there instead); into: where its text is to lie."""
+    """The module of a file with edits, (text, what stands there instead);
+    into: where its text is to lie.
+    """
     text = (ROOT / file).read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{file} has this {text.count(old)} times, not once:\n{old}"
@@ -245,12 +299,16 @@ def edited(file, edits, into=None):
 
 @contextlib.contextmanager
 def in_place(edit):
-    """Within it, all that imported `model` or `kernels` use those with an edit, None: as they are."""
+    """Within it, all that imported `model` or `kernels` use those with an edit, None:
+    as they are.
+    """
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         assert sys.modules["model"] is unedited and not forms.edits
         if edit in DEFINITIONS:
             put_in_place(
-                kernels, edited("kernels.py", [DEFINITIONS[edit]], Path(folder, "kernels.py")), patch
+                kernels,
+                edited("kernels.py", [DEFINITIONS[edit]], Path(folder, "kernels.py")),
+                patch,
             )
             put_in_place(unedited, edited("model.py", []), patch)
         elif edit:
@@ -280,9 +338,11 @@ def config(edit, settings):
 
 
 def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
-    """(losses, {parameter: its change}) of two steps and an evaluation with an edit, the same on every rank.
+    """(losses, {parameter: its change}) of two steps and an evaluation with an edit, the same on
+    every rank.
 
-    shape_of: the edit whose shape the model has, for edit=None. fast: in bf16 (or fp8) with fused kernels.
+    shape_of: the edit whose shape the model has, for edit=None. fast: in bf16 (or fp8) with fused
+    kernels.
     """
     cfg = config(shape_of or edit, dict(precision="bf16" if fast else "fp32") | settings)
     with pytest.MonkeyPatch.context() as patch, in_place(edit):
@@ -319,7 +379,9 @@ def train_and_evaluate(job, cfg, world):
         else:
             after = whole_parameters(job.state.model)
             job.state.model.eval()
-            loss = evaluated(job, [context_parallel.own_tokens(cfg, world, *micro) for micro in micros])
+            loss = evaluated(
+                job, [context_parallel.own_tokens(cfg, world, *micro) for micro in micros]
+            )
         losses.append(parallel.sum_over_ranks(loss.clone()).item() / world.size)
     return losses, {name: after[name] - p for name, p in before.items()}
 
@@ -329,20 +391,29 @@ def evaluated(job, micros):
     """The mean loss over the targets of these batches, as run/evaluate.py computes it."""
     with job.autocast:
         found = [evaluate.losses_of_rows(job.state.model, *micro) for micro in micros]
-    return sum((losses * counts).sum() for losses, counts, _ in found) / sum(n.sum() for _, n, _ in found)
+    return sum((losses * counts).sum() for losses, counts, _ in found) / sum(
+        n.sum() for _, n, _ in found
+    )
 
 
 def draw(model):
-    """Weights that depend on names and shapes alone; a layer's results are about as large as its inputs."""
+    """Weights that depend on names and shapes alone;
+    a layer's results are about as large as its inputs.
+    """
     for name, initial in whole_parameters(model).items():
-        whole = torch.randn(initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        whole = torch.randn(
+            initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        )
         matrix = initial.dim() == 2  # else a norm or a bias
         whole = whole * initial.size(1) ** -0.5 if matrix else 0.1 * whole + initial
         copy_into(model.get_parameter(name), whole)
 
 
 def whole_parameters(model):
-    whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in model.named_parameters())
+    whole = (
+        (n, p.full_tensor() if hasattr(p, "full_tensor") else p)
+        for n, p in model.named_parameters()
+    )
     return {name: p.detach().float().cpu().clone() for name, p in whole}
 
 
@@ -367,16 +438,24 @@ def errors(found, reference):
 
 def pairs(found, reference):
     """The changes of each parameter that both have and the reference changes."""
-    return [(found[1][n], change) for n, change in reference[1].items() if n in found[1] and change.any()]
+    return [
+        (found[1][n], change)
+        for n, change in reference[1].items()
+        if n in found[1] and change.any()
+    ]
 
 
 def least_alike(found, reference):
     """Smallest cosine of a parameter's change with the one of the reference."""
-    return min(F.cosine_similarity(*map(torch.flatten, pair), 0).item() for pair in pairs(found, reference))
+    return min(
+        F.cosine_similarity(*map(torch.flatten, pair), 0).item() for pair in pairs(found, reference)
+    )
 
 
 def check(edit, found, settings):
-    """Asserts that the steps are those of plain PyTorch with the edit, and not those without, or unmasked."""
+    """Asserts that the steps are those of plain PyTorch with the edit, and not those without,
+    or unmasked.
+    """
     shape = {name: settings[name] for name in ("block_size", "document_mask") if name in settings}
     reference, others = plain(edit, **shape), [plain(None, edit, **shape)]
     others += [plain(edit)] if "document_mask" in shape else []
@@ -387,8 +466,12 @@ def check(edit, found, settings):
     else:
         autocast = errors(plain(edit, precision="bf16", **shape), reference)
         assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
-        assert all(errors(found, other)[1] > OTHER for other in others), "the edit or the mask has no effect"
-    changed = [{name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)]
+        assert all(errors(found, other)[1] > OTHER for other in others), (
+            "the edit or the mask has no effect"
+        )
+    changed = [
+        {name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)
+    ]
     assert changed[0] == changed[1]
 
 
@@ -406,7 +489,9 @@ def test_in_one_process(edit, settings, monkeypatch):
 @two_ranks
 @pytest.mark.parametrize("edit, mode", MODES, ids=words)
 def test_over_two_ranks(edit, mode):
-    found = ranks.call(2, steps_in_rank, edit, dict(batch_size=mode.get("context_parallel", 1), **mode))
+    found = ranks.call(
+        2, steps_in_rank, edit, dict(batch_size=mode.get("context_parallel", 1), **mode)
+    )
     assert found[0][0] == found[1][0]
     check(edit, found[0], mode)
 
@@ -418,7 +503,10 @@ def test_over_two_ranks(edit, mode):
 def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
     settings = dict(batch_size=1, **IN_FP8, **shape)
     one, two = steps(None, **settings), ranks.call(2, steps_in_rank, None, settings | mode)[0]
-    norms = [torch.cat([change.flatten() for change in changes.values()]).norm() for _, changes in (one, two)]
+    norms = [
+        torch.cat([change.flatten() for change in changes.values()]).norm()
+        for _, changes in (one, two)
+    ]
     assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2
 
 
@@ -430,7 +518,9 @@ def test_which_operations_become_plain(edit, monkeypatch):
     assert found.problem is None
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
-    assert len(found.unused) == {"attention and MLP in parallel": 4, "a skipped layer": 12}.get(edit, 0)
+    assert len(found.unused) == {"attention and MLP in parallel": 4, "a skipped layer": 12}.get(
+        edit, 0
+    )
 
 
 # operations that run in plain PyTorch with an edit of a definition in kernels.py, in two blocks
@@ -456,7 +546,9 @@ def test_the_summary_names_an_edited_definition(edit, monkeypatch):
     activation = {"gelu", "relu2", "swiglu"} & {edit}
     assert sorted(plain) == EDITED.get(edit, ["mlp"] if activation else [edit])
     for name, why in plain.items():
-        known = {forms.OTHER_LAYER} if (edit, name) in {("Linear", "mlp"), ("Linear", "qkv")} else set()
+        known = (
+            {forms.OTHER_LAYER} if (edit, name) in {("Linear", "mlp"), ("Linear", "qkv")} else set()
+        )
         assert why in {f"kernels.{edit} was edited"} | known
 
 
@@ -478,10 +570,18 @@ def test_sampling_of_an_edited_definition(edit, monkeypatch):
             draw(model)
             made = sampling.make_cache(model, ids[0]) is not None
             assert made == (own != "attention")
-            found[own] = [sampling.generate(model, ids, NEW, 0, cached=cached) for cached in (True, False)]
+            found[own] = [
+                sampling.generate(model, ids, NEW, 0, cached=cached) for cached in (True, False)
+            ]
     assert torch.equal(*found[edit])
     differs = not torch.equal(found[edit][0], found[None][0])
-    assert differs or edit in ("cross_entropy", "plain_loss", "plain_cross_entropy", "cap", "LayerNorm")
+    assert differs or edit in (
+        "cross_entropy",
+        "plain_loss",
+        "plain_cross_entropy",
+        "cap",
+        "LayerNorm",
+    )
 
 
 def test_remat_of_attention_refuses_an_edited_one():
@@ -514,7 +614,9 @@ def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(mon
         found = []
         for compiled in (False, True):
             torch._dynamo.reset()
-            model = unedited.build(Config(**SHAPE | dict(attention="math")), torch.device(DEVICE), 0)
+            model = unedited.build(
+                Config(**SHAPE | dict(attention="math")), torch.device(DEVICE), 0
+            )
             for block in model.blocks:
                 block.mlp.register_forward_hook(lambda *call, twice=module.twice: twice(call[-1]))
             if compiled:

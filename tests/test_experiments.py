@@ -1,14 +1,17 @@
-"""Experiments: small patches of the sources, as users write them, hold in every mode, or are refused there.
+"""Experiments: small patches of the sources, as users write them, hold in every mode, or are
+refused there.
 
-Each patch of tests/experiments/ is applied to a copy of the sources, which then runs as a user runs it: six
-steps of train.py on byte shards, in float32 on the CPU. What comes out is compared with a plain loop over
-whole batches (experiments/plain.py), with the patched run in one process, and with a run without the patch,
-from which it must differ. A patch whose anchor somebody edited is skipped; one that fails where the sources
-without it fail alike is skipped too: an edit of the sources turns red what it is about, not this file.
+Each patch of tests/experiments/ is applied to a copy of the sources, which then runs as a user runs
+it: six steps of train.py on byte shards, in float32 on the CPU. What comes out is compared with a
+plain loop over whole batches (experiments/plain.py), with the patched run in one process, and with
+a run without the patch, from which it must differ. A patch whose anchor somebody edited is skipped;
+one that fails where the sources without it fail alike is skipped too: an edit of the sources turns
+red what it is about, not this file.
 
-Losses agree by a relative 4e-6 where sums have the same order, else by 1e-5. Gradients are compared by the
-optimizer's first moments in the last checkpoint, which are linear in them: by a relative 1e-4 in the
-Frobenius norm of each tensor. Weights would say less: Adam divides gradients that are rounding by themselves.
+Losses agree by a relative 4e-6 where sums have the same order, else by 1e-5. Gradients are compared
+by the optimizer's first moments in the last checkpoint, which are linear in them: by a relative
+1e-4 in the Frobenius norm of each tensor. Weights would say less: Adam divides gradients that are
+rounding by themselves.
 """
 
 import dataclasses
@@ -69,7 +72,9 @@ def cases():
                 found.append(pytest.param(module, own, own.sample, id=own.name))
             rest = tuple(mode for mode in own.modes if mode not in (own.sample or ()))
             if rest or own.sample is None:
-                found.append(pytest.param(module, own, rest, id=f"{own.name}, rest", marks=pytest.mark.slow))
+                found.append(
+                    pytest.param(module, own, rest, id=f"{own.name}, rest", marks=pytest.mark.slow)
+                )
     return found
 
 
@@ -82,7 +87,11 @@ def sources(tmp_path_factory):
 def copy_of(sources, folder):
     folder.mkdir()
     for path in sources.iterdir():
-        holds = path.is_dir() and path.name not in ("tests", "results", ".venv") and any(path.glob("*.py"))
+        holds = (
+            path.is_dir()
+            and path.name not in ("tests", "results", ".venv")
+            and any(path.glob("*.py"))
+        )
         if holds or path.name == "__pycache__":
             shutil.copytree(path, folder / path.name)
         elif path.suffix == ".py":
@@ -92,10 +101,11 @@ def copy_of(sources, folder):
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """{whether with masks: folder} of shards of bytes, in which every twentieth token begins a document.
+    """{whether with masks: folder} of shards of bytes, in which every twentieth token begins a
+    document.
 
-    Of eight rows two have no target that counts, so that of two ranks, or of four micro-steps, one has none
-    in its batch; of the others some have few.
+    Of eight rows two have no target that counts, so that of two ranks, or of four micro-steps, one
+    has none in its batch; of the others some have few.
     """
     folders = {masked: tmp_path_factory.mktemp("shards") for masked in (False, True)}
     tokens = np.array(stdlib_bytes(15_000))
@@ -191,7 +201,9 @@ def differences(found, expected, limit, moment=MOMENT):
     for kind in ("losses", "val"):
         for step, value in found[kind].items():
             if step not in expected[kind] or far(value, expected[kind][step], limit):
-                words.append(f"{kind} of step {step}: {value!r}, expected {expected[kind].get(step)!r}")
+                words.append(
+                    f"{kind} of step {step}: {value!r}, expected {expected[kind].get(step)!r}"
+                )
     for step, extras in found["extras"].items():
         for name in extras.keys() | expected["extras"][step].keys():
             a, b = extras.get(name), expected["extras"][step].get(name)
@@ -246,7 +258,9 @@ def problem(runs, mode):
         wrong = differences(runs.figures("eager"), words, *limits)
         if "plain masked" in runs.ends:
             _, words = runs.ends["plain masked"]
-            more = runs.ends[patch.MASKED][0] or differences(runs.figures(patch.MASKED), words, *limits)
+            more = runs.ends[patch.MASKED][0] or differences(
+                runs.figures(patch.MASKED), words, *limits
+            )
             wrong += [f"with masks: {more}"] if more else []
         return wrong
     if own.also and (wrong := own.also(runs.log(mode))):
@@ -263,7 +277,9 @@ def problem(runs, mode):
 
 
 def wrong_extras(own, extras):
-    wrong = {step: sorted(values) for step, values in extras.items() if set(values) != set(own.extras)}
+    wrong = {
+        step: sorted(values) for step, values in extras.items() if set(values) != set(own.extras)
+    }
     return f"extras {wrong}, expected {own.extras}" if wrong else None
 
 
@@ -275,12 +291,23 @@ def wrong_samples(own, cached, plain, said):
 
 
 def resumed_otherwise(runs, mode, whole):
-    """Steps after the checkpoint must be those of the run without a stop, bit by bit, and all it saves."""
+    """Steps after the checkpoint must be those of the run without a stop, bit by bit,
+    and all it saves.
+    """
     found, expected = runs.figures(mode), runs.figures(whole)
-    late = {kind: {s: v for s, v in expected[kind].items() if s > 3} for kind in ("losses", "val", "extras")}
+    late = {
+        kind: {s: v for s, v in expected[kind].items() if s > 3}
+        for kind in ("losses", "val", "extras")
+    }
     found["val"].pop(3, None)
-    wrong = [f"{kind}: {found[kind]}, expected {late[kind]}" for kind in late if found[kind] != late[kind]]
-    (a, state), (b, other) = (load_checkpoint(runs.folder / m / "step_00000006") for m in (mode, whole))
+    wrong = [
+        f"{kind}: {found[kind]}, expected {late[kind]}"
+        for kind in late
+        if found[kind] != late[kind]
+    ]
+    (a, state), (b, other) = (
+        load_checkpoint(runs.folder / m / "step_00000006") for m in (mode, whole)
+    )
     for group in a.keys() | b.keys():
         if a[group].keys() != b[group].keys():
             wrong.append(f"other tensors in {group}")
@@ -313,7 +340,9 @@ def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatc
     adds = own.adds
     if patch.UNPATCHED in adds.values():
         without = unpatched(own.settings).folder / "eager"
-        adds = {name: without if value == patch.UNPATCHED else value for name, value in adds.items()}
+        adds = {
+            name: without if value == patch.UNPATCHED else value for name, value in adds.items()
+        }
     runs = Runs(tmp_path / "sources", shards, tmp_path, module, own, adds)
     runs.do(modes)
     wrong = problems(runs, modes)
@@ -325,8 +354,13 @@ def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatc
     if new and own is not losses.UNPATCHED and not new.keys() & {"eager", "effect"}:
         without = unpatched(own.settings, new)
         if new.keys() <= problems(without, new).keys():
-            pytest.skip(f"the sources without the patch do not hold in these modes either: {[*new]}")
-    new |= {mode: f"holds now; take it from `wrong`: {known[mode]}" for mode in known.keys() - wrong.keys()}
+            pytest.skip(
+                f"the sources without the patch do not hold in these modes either: {[*new]}"
+            )
+    new |= {
+        mode: f"holds now; take it from `wrong`: {known[mode]}"
+        for mode in known.keys() - wrong.keys()
+    }
     assert not new, "\n".join(f"{own.name} in {mode}: {words}" for mode, words in new.items())
     if known:
         pytest.xfail(str(known))
@@ -344,7 +378,9 @@ def wrong_effect(own, runs, without):
 
 
 def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
-    """What the checkpoint lacks is named, and stays as it was drawn; what the model lacks is refused."""
+    """What the checkpoint lacks is named, and stays as it was drawn;
+    what the model lacks is refused.
+    """
     own = next(patch for patch in shelf.PATCHES if patch.name == "lora")
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))
@@ -363,7 +399,9 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
         "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight" in said
         and "not in the checkpoint" in said
     )
-    (a, _), (b, _) = (load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned"))
+    (a, _), (b, _) = (
+        load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned")
+    )
     kept = {name for name, tensor in a["model"].items() if torch.equal(tensor, b["model"][name])}
     assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 8
     back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")

@@ -1,4 +1,6 @@
-"""The fused kernels against float64, as test_fp8.py without an NVIDIA GPU; inputs are anew each time."""
+"""The fused kernels against float64, as test_fp8.py without an NVIDIA GPU;
+inputs are anew each time.
+"""
 
 import dataclasses
 import itertools
@@ -26,7 +28,8 @@ from run.flops import OperationCounter
 
 pytestmark = [pytest.mark.usefixtures("products"), runs_kernels]
 
-# bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few of them
+# bf16 rounds the logits and their gradient to 8 bits: 2^-9 each at worst, 1.2e-3 in the mean, a few
+# of them
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 MANY = 300 if GPU else 20  # rows; the interpreter takes milliseconds for each
 SHAPES = [(37, 8, 136, 136), (5, 64, 4104, 4100), (MANY, 24, 2048, 3), (7, 40, 6200, 4096)]
@@ -36,7 +39,13 @@ SHAPES_OF_MODELS = [
     {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
     {"n_hidden": 100},  # no multiple of 8: the MLP is plain PyTorch
     {"n_kv_head": 2, **LLAMA},
-    {"mlp": "relu2", "positions": "rope", "qk_norm": True, "attention_gate": True, "value_embeddings": 2},
+    {
+        "mlp": "relu2",
+        "positions": "rope",
+        "qk_norm": True,
+        "attention_gate": True,
+        "value_embeddings": 2,
+    },
 ]
 
 
@@ -51,7 +60,9 @@ def exponentials(a, b, shifts, real, out=None, softcap=None):
     tanh = torch.tanh(logits / softcap) if softcap else torch.zeros_like(logits)
     exponents = (tanh * softcap if softcap else logits) / math.log(2) - shifts[:, None]
     exponents[:, real:] = -math.inf
-    tiles = F.pad(exponents, (0, -b.size(0) % hopper.BN), value=-math.inf).unflatten(1, (-1, hopper.BN))
+    tiles = F.pad(exponents, (0, -b.size(0) % hopper.BN), value=-math.inf).unflatten(
+        1, (-1, hopper.BN)
+    )
     raised = torch.where((torch.exp2(tiles).sum(-1) > 2**60) & (softcap is None), tiles.amax(-1), 0)
     powers = torch.exp2(tiles - raised[..., None])
     if out is not None:
@@ -78,7 +89,8 @@ def in_product(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if GPU else [torch.float32])
 @pytest.mark.parametrize("cap, ignored", [*itertools.product((None, 5.0), (False, True))])
 def test_linear_cross_entropy(N, C, P, V, dtype, cap, ignored, in_product, monkeypatch):
-    monkeypatch.setattr(fast, "LOGITS_MIB", 16 * P * 4 / 2**20)  # several chunks, the last one ragged
+    # several chunks, the last one ragged
+    monkeypatch.setattr(fast, "LOGITS_MIB", 16 * P * 4 / 2**20)
     x, weight = leaf(1, N, C, dtype=dtype), leaf(P, C, dtype=torch.float32, std=2 / C**0.5)
     targets = torch.randint(0, V, (1, 2 * N), device=DEVICE)[:, ::2]  # a view with other strides
     if ignored:
@@ -109,16 +121,20 @@ def test_linear_cross_entropy(N, C, P, V, dtype, cap, ignored, in_product, monke
 
 
 @pytest.mark.parametrize(
-    "base, above, least", [(-4, {5: 8, 6: 8}, 300), (0, {5: 0.9, 6: 0.9, 1000: 1.1, 2000: 0.75}, 40)]
+    "base, above, least",
+    [(-4, {5: 8, 6: 8}, 300), (0, {5: 0.9, 6: 0.9, 1000: 1.1, 2000: 0.75}, 40)],
 )
 def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
-    """exp is taken against the target's logit, or that and the last block's: others are far from it."""
+    """exp is taken against the target's logit, or that and the last block's:
+    others are far from it.
+    """
     V, C = 3 * loss.CE_BLOCK + 40, 72
     x = (1 + torch.randn(1, 6, C, device=DEVICE) / 8).to(WIDE).requires_grad_()
     weight = torch.randn(V + 16, C, device=DEVICE) / 8 + base
     for token, more in above.items():
         weight[token] += more
-    weight = weight.to(WIDE).float().requires_grad_()  # rounded last: near 4 and near -4 bf16 has other steps
+    # rounded last: near 4 and near -4 bf16 has other steps
+    weight = weight.to(WIDE).float().requires_grad_()
     targets = torch.tensor([[5, 6, V - 1, 0, -100, 9]], device=DEVICE)
     value = loss.linear_cross_entropy(x, weight, targets, "sum", V)
     value.backward()
@@ -149,14 +165,21 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
     assert each.isnan().nonzero().flatten().tolist() == [7]
 
 
-@pytest.mark.parametrize("kind, shifted", [("layernorm", False), ("layernorm", True), ("rmsnorm", False)])
+@pytest.mark.parametrize(
+    "kind, shifted", [("layernorm", False), ("layernorm", True), ("rmsnorm", False)]
+)
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16] if GPU else [torch.float32])
 def test_norm(rows, C, kind, shifted, residual):
-    """Alone, and its operators with what fusion.py adds: a sum before it, other gradients of both sides."""
+    """Alone, and its operators with what fusion.py adds:
+    a sum before it, other gradients of both sides.
+    """
     layer = models.make_norm(GPTConfig(n_embd=C, norm=kind, bias=shifted)).to(DEVICE)
     weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
-    centred, parameters = kind == "layernorm", [torch.nn.init.normal_(p) for p in layer.parameters()]
+    centred, parameters = (
+        kind == "layernorm",
+        [torch.nn.init.normal_(p) for p in layer.parameters()],
+    )
     in_float64 = partial(F.layer_norm if centred else F.rms_norm, eps=eps)
     exactly = lambda x, *p: in_float64(x, (C,), *p)
     x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)
@@ -184,7 +207,8 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     """Of many rows with much the same logits; the means of the nearest e5m2 values are 3% off."""
     rows, P = 400, 256
     logits = torch.randn(1, P) * 1.5
-    logits[0, 0] = logits[0, 1:].logsumexp(0) - 3  # the target's probability: 0.047; nearest to -0.953: -1
+    # the target's probability: 0.047; nearest to -0.953: -1
+    logits[0, 0] = logits[0, 1:].logsumexp(0) - 3
     logits = (logits + torch.randn(rows, P) * 0.02).to(DEVICE, torch.bfloat16)
     exact = torch.softmax(logits.double(), -1)
     exact[:, 0] -= 1
@@ -234,7 +258,9 @@ def test_mlp(rows, C, H, kind, bias):
     dy = leaf(1, rows, C).detach()
     found = with_gradients(ours, inputs, dy)
     exact = with_gradients(theirs, [i.bfloat16().double() for i in inputs], dy)
-    assert error(found[0], exact[0]) < 8e-3 and all(error(*pair) < 1e-2 for pair in zip(found, exact))
+    assert error(found[0], exact[0]) < 8e-3 and all(
+        error(*pair) < 1e-2 for pair in zip(found, exact)
+    )
     assert all(grad.dtype == torch.float32 for grad in found[2:])
 
 
@@ -251,7 +277,9 @@ def test_rope(B, H, T, D, normed):
     rope_module.reset_tables()
     cos, sin = rope_module.cos[3:], rope_module.sin[3:]
     inputs = [packed, weight][: 1 + normed]
-    ours = lambda packed, weight=None: rope.RopeFunction.apply(heads(packed), weight, 1e-5, cos, sin)
+    ours = lambda packed, weight=None: rope.RopeFunction.apply(
+        heads(packed), weight, 1e-5, cos, sin
+    )
 
     def theirs(packed, weight=None):
         x = F.rms_norm(heads(packed), (D,), weight, 1e-5) if normed else heads(packed)
@@ -289,12 +317,17 @@ def test_rope_turns_gradients_back():
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
 @pytest.mark.parametrize("shape", SHAPES_OF_MODELS)
 def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled, monkeypatch):
-    """Loss and gradients are within what two bf16 computations differ by; all but the narrow MLP is fast."""
-    cfg = GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape)
+    """Loss and gradients are within what two bf16 computations differ by;
+    all but the narrow MLP is fast.
+    """
+    cfg = GPTConfig(
+        vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape
+    )
     B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     for block in [*exact.blocks, *own.blocks]:
-        block.attn.qkv.weight.data *= 3 if GPU else 8  # or tokens attend to all alike; more is all rounding
+        # or tokens attend to all alike; more is all rounding
+        block.attn.qkv.weight.data *= 3 if GPU else 8
     monkeypatch.setattr(forms, "served", {DEVICE})
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True)
@@ -318,15 +351,32 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
 
 def test_what_each_chip_runs(monkeypatch):
     """ROCm's devices are "cuda" to PyTorch too, and their capabilities look like NVIDIA's."""
-    A100, ADA, H100, B200 = (chips.Chip("nvidia", number) for number in ((8, 0), (8, 9), (9, 0), (10, 0)))
-    every = [chips.Chip("nvidia", (7, 5)), A100, ADA, H100, B200, chips.Chip("amd"), chips.Chip("cpu")]
+    A100, ADA, H100, B200 = (
+        chips.Chip("nvidia", number) for number in ((8, 0), (8, 9), (9, 0), (10, 0))
+    )
+    every = [
+        chips.Chip("nvidia", (7, 5)),
+        A100,
+        ADA,
+        H100,
+        B200,
+        chips.Chip("amd"),
+        chips.Chip("cpu"),
+    ]
     runs = lambda lacks: [chip for chip in every if lacks(chip) is None]
-    assert runs(chips.no_fused_kernels) == [A100, ADA, H100, B200] and runs(chips.no_fp8) == [ADA, H100, B200]
+    assert runs(chips.no_fused_kernels) == [A100, ADA, H100, B200] and runs(chips.no_fp8) == [
+        ADA,
+        H100,
+        B200,
+    ]
     assert runs(chips.no_cudnn_attention) == [H100, B200] and runs(chips.no_bf16) == every[1:6]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, chip in (("13.0", H100), (None, chips.Chip("amd"))):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert chips.of(torch.device("cuda", 0)) == chip and chips.of(torch.device("mps")).maker == "mps"
+        assert (
+            chips.of(torch.device("cuda", 0)) == chip
+            and chips.of(torch.device("mps")).maker == "mps"
+        )
 
 
 @pytest.mark.parametrize("capability, best", [((8, 0), "bf16"), ((8, 9), "fp8"), ((9, 0), "fp8")])
@@ -337,7 +387,9 @@ def test_auto8_is_fp8_where_the_gpu_has_it(capability, best, monkeypatch):
     assert pick_precision("auto8", cuda)[0] == best and pick_precision("auto", cuda)[0] == "bf16"
     monkeypatch.setattr(forms, "load", lambda: "the package triton is not installed")
     assert pick_precision("auto8", cuda)[0] == "bf16"
-    assert pick_precision("auto8", torch.device("cpu")) == pick_precision("auto", torch.device("cpu"))
+    assert pick_precision("auto8", torch.device("cpu")) == pick_precision(
+        "auto", torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("settings, precision", [
@@ -360,7 +412,9 @@ def test_auto_without_bf16_is_fp16_where_its_loss_scaler_serves(settings, precis
     "level, flag, unusable", [(28, "amx_tile", True), (32, "amx_tile", False), (28, "", False)]
 )
 def test_amx_without_its_description_is_left_alone(level, flag, unusable, tmp_path, monkeypatch):
-    """A virtual machine's CPU says that it has AMX, and CPUID ends before the sizes of its tiles."""
+    """A virtual machine's CPU says that it has AMX,
+    and CPUID ends before the sizes of its tiles.
+    """
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     info = f"cpuid level : {level}\nflags : fpu {flag}\n\ncpuid level : 28\nflags : amx_tile\n"

@@ -21,7 +21,16 @@ import test_fineweb
 import test_signals
 import torch
 from compare import CPU, repeated
-from conftest import flags, load_checkpoint, losses, one_line, read_log, save_model, train_here, write_shard
+from conftest import (
+    flags,
+    load_checkpoint,
+    losses,
+    one_line,
+    read_log,
+    save_model,
+    train_here,
+    write_shard,
+)
 from test_fineweb import hub_cache  # noqa: F401
 
 import optim
@@ -44,9 +53,14 @@ SMALL = dict(vocab_size=257, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, b
 MANY = [40, repeated(1400)]
 JUNK = [None, True, -1, 1.5, "", "../x", "7", [], {}, [[1]], {"a": 1}]
 JUNK += [1 << 70, -(1 << 70), math.inf, math.nan]
-ILLEGAL = "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 rope_theta=nan beta1=nan softcap=inf"
+ILLEGAL = (
+    "lr=inf lr=nan clip=nan norm_eps=nan norm_eps=inf norm_eps=-1 "
+    "rope_theta=nan beta1=nan softcap=inf"
+)
 ILLEGAL += " max_steps=1e400 n_layer=1000000000 weight_decay=inf"
-ILLEGAL += "".join(f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens"))
+ILLEGAL += "".join(
+    f" {name}={'9' * 4000}" for name in ("max_steps", "n_layer", "lr", "seed", "batch_tokens")
+)
 BAD_LINES = {"number": b'{"text": 5}', "null": b'{"text": null}', "list": b'{"text": ["a"]}'}
 BAD_LINES |= {"missing": b'{"body": "a"}', "broken": b'{"text": "tw'}
 BAD_LINES |= {"surrogate": b'{"text": "a \\ud800 b"}', "bytes": b'{"text": "a \xff b"}'}
@@ -65,7 +79,13 @@ def shards(folder, **settings):
 def places(value, at=()):
     """The path of every value inside `value`."""
     yield at
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, part in inner:
         yield from places(part, (*at, key))
 
@@ -85,15 +105,17 @@ def mutated(value, rng):
     elif how == "drop":
         del inside[key]
     else:
-        inside[key] = rng.choice([v for v in JUNK if type(v) is not type(inside[key]) or v in (-1, 1 << 70)])
+        inside[key] = rng.choice(
+            [v for v in JUNK if type(v) is not type(inside[key]) or v in (-1, 1 << 70)]
+        )
     return value[0], at[1:]
 
 
 def survey(value, write, read, count, seed, legal=lambda at, value: False):
     """Writes and reads `count` mutations; returns how many were refused.
 
-    read() returns all that a reader takes from the file. A mutation that is accepted must leave that, unless
-    legal(path, mutated value) says that the file is another right one.
+    read() returns all that a reader takes from the file. A mutation that is accepted must leave
+    that, unless legal(path, mutated value) says that the file is another right one.
     """
     rng, refused = random.Random(seed), 0
     write(value)
@@ -166,7 +188,8 @@ def test_mutations_of_a_checkpoints_json(saved, tmp_path, name, count):
         if name != "manifest.json":
             test_checkpoint.sign(folder)
 
-    free = ("val_loss", "evaluated", "world_size", "loader", "scaler")  # other figures are right too
+    # other figures are right too
+    free = ("val_loss", "evaluated", "world_size", "loader", "scaler")
     other_values = name == "values.json"  # which may be any
     right = lambda at, state: other_values or at[0] in free
     assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, right) > 0.1 * count
@@ -190,7 +213,9 @@ def test_mutations_of_a_safetensors_header(saved, tmp_path, name, count):
 
     header = json.loads(data[8 : 8 + length])
     afresh = lambda at, value: name == "rng"  # with a warning
-    assert survey(header, write, lambda: resumed(folder, model, cfg), count, 2, afresh) > 0.5 * count
+    assert (
+        survey(header, write, lambda: resumed(folder, model, cfg), count, 2, afresh) > 0.5 * count
+    )
 
 
 @pytest.mark.fault(54)
@@ -207,7 +232,9 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
         return loader.tokenizer, loader.eot, loader.tokens, loader.warnings, len(set(digests))
 
     write = lambda other: path.write_text(json.dumps(other))
-    absent = lambda at, value: at[-1] in value.get("shards", ()) or at[:1] in (("shards",), ("tokenizer",))
+    absent = lambda at, value: (
+        at[-1] in value.get("shards", ()) or at[:1] in (("shards",), ("tokenizer",))
+    )
     assert survey(manifest, write, read, count, 3, absent) > 0.25 * count
 
     settings, path = manifest["settings"], folder / "progress.json"
@@ -219,7 +246,8 @@ def test_mutations_of_a_data_folders_manifest_and_progress(tmp_path, count):
         names = [s["name"] for s in found.shards]
         return found.position, found.total("tokens"), names
 
-    fewer = lambda at, value: at[:1] == ("shards",) and len(at) < 3  # shards, which are written again
+    # shards, which are written again
+    fewer = lambda at, value: at[:1] == ("shards",) and len(at) < 3
     assert survey(progress, write, read_progress, count, 4, fewer) > 0.25 * count
 
 
@@ -364,7 +392,10 @@ def test_no_other_process_encodes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
-    text, name = b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""]), "a.jsonl"
+    text, name = (
+        b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""]),
+        "a.jsonl",
+    )
     if bad == "list":
         zstandard = pytest.importorskip("zstandard")
         text, name = zstandard.compress(text), "a.jsonl.zst"
@@ -397,7 +428,9 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     shutil.rmtree(out)
     manifest = json.loads((moved / "manifest.json").read_text())
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.keys()
-    sample.main(configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]))
+    sample.main(
+        configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"])
+    )
     assert capsys.readouterr().out.startswith("ab")
 
 
@@ -419,7 +452,9 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     cfg = Config(**SMALL, tokenizer=str(folder))
     model = build(cfg, CPU, seed=1)
     saved = save_model(tmp_path / "run", model, cfg, 1)
-    assert {*names} & {path.name for path in saved.iterdir()} == set() and (saved / "tokenizer.json").exists()
+    assert {*names} & {path.name for path in saved.iterdir()} == set() and (
+        saved / "tokenizer.json"
+    ).exists()
     assert capsys.readouterr().err.count("is a link out of its folder; it is not copied") == 3
     for read in (lambda: tokenizer.load(str(folder)), lambda: chat.template_of(folder)):
         with pytest.raises(UserError, match="is a link out of its folder"):
@@ -437,9 +472,13 @@ def test_a_data_folder_takes_its_own_tokenizer(tmp_path):
     (tmp_path / "input.txt").write_text("hello " * 400)
     test_fineweb.prepare(tmp_path / "d", tmp_path / "input.txt", tokenizer="chars")
     (tmp_path / "d").rename(tmp_path / "e")
-    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(tmp_path / "e/tokenizer.json")
+    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(
+        tmp_path / "e/tokenizer.json"
+    )
     (tmp_path / "e/manifest.json").unlink()
-    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(tmp_path / "e/tokenizer.json")
+    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(
+        tmp_path / "e/tokenizer.json"
+    )
 
 
 @pytest.mark.fault(64)
@@ -451,8 +490,15 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     train_here(f"{tmp_path}/{name}", out, max_steps=2, eval_interval=2)
     said = capsys.readouterr().out
     assert f"'{out.rstrip('/')}' at step 2; to go on" in said
-    assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {1, 2, 3}
-    assert "go on with" in (said := shards(tmp_path / "d [x")) and f"'--data_dir={tmp_path}/d [x'" in said
+    assert losses(train_here(f"{tmp_path}/{name}", out, max_steps=3, resume="auto")).keys() == {
+        1,
+        2,
+        3,
+    }
+    assert (
+        "go on with" in (said := shards(tmp_path / "d [x"))
+        and f"'--data_dir={tmp_path}/d [x'" in said
+    )
 
 
 @pytest.mark.fault(43)
@@ -462,7 +508,11 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
         taken.listen()
         monkeypatch.setattr(ranks, "free_port", lambda: taken.getsockname()[1])
         done = ranks.run(1, flags(data_dir, tmp_path / "run"))
-    assert done.returncode == 2 and "--master_port free?" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "--master_port free?" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.fault(65)
@@ -485,19 +535,27 @@ def train_until_killed(words, seconds):
 @pytest.mark.repeated
 @pytest.mark.slow
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
-    """A run resumes after each kill; its losses are those of a run that was never killed, bit for bit."""
+    """A run resumes after each kill; its losses are those of a run that was never killed,
+    bit for bit.
+    """
     rng = random.Random(number)
-    settings = dict(max_steps=100_000, save_interval=2, keep_last=2, async_save=True, schedule="constant")
+    settings = dict(
+        max_steps=100_000, save_interval=2, keep_last=2, async_save=True, schedule="constant"
+    )
     words = flags(data_dir, tmp_path / "cut", resume="auto", **settings)
     for _ in range(kills):
-        done, _ = ranks.attempt(number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60)
+        done, _ = ranks.attempt(
+            number, train_until_killed, words, rng.uniform(0.05, 1.0), timeout=60
+        )
         assert all(code in (-signal.SIGKILL, 1) for code in done.codes), done.stderr
         if checkpoint_folders.folders(tmp_path / "cut"):
             checkpoint_folders.find(tmp_path / "cut")
     last, whole = max(losses(read_log(tmp_path / "cut"))), tmp_path / "whole"
     saved_at = load_checkpoint(checkpoint_folders.find(tmp_path / "cut"))[1]["step"]
     assert last > kills / 4 and last - saved_at <= 4
-    assert not [folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint_folders.problem(folder)]
+    assert not [
+        folder for folder in (tmp_path / "cut").glob("step_*") if checkpoint_folders.problem(folder)
+    ]
     done = ranks.run(number, flags(data_dir, whole, **settings | {"max_steps": saved_at}))
     assert done.returncode == 0, done.stderr
     a, b = (losses(read_log(folder)) for folder in (tmp_path / "cut", whole))
@@ -516,7 +574,9 @@ def test_random_kills_of_fineweb(tmp_path):
     shards(tmp_path / "whole")
     rng, whole, killed = random.Random(2), test_fineweb.contents(tmp_path / "whole"), 0
     for _ in range(40):
-        done, _ = ranks.attempt(0, prepare_until_killed, tmp_path / "d", rng.uniform(0.05, 0.8), timeout=60)
+        done, _ = ranks.attempt(
+            0, prepare_until_killed, tmp_path / "d", rng.uniform(0.05, 0.8), timeout=60
+        )
         killed += done.codes == [-signal.SIGKILL]
         for path in (tmp_path / "d").glob("*.bin"):
             assert path.read_bytes() == whole[path.name]
@@ -532,5 +592,9 @@ def test_random_kills_of_fineweb(tmp_path):
 @pytest.mark.parametrize("time", [0, *map(repeated, range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
-    done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)  # then they are killed
-    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (done.codes, done.stderr)
+    # then they are killed
+    done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
+    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (
+        done.codes,
+        done.stderr,
+    )

@@ -1,4 +1,6 @@
-"""system/files.py: a file is old or new, JSON is read with a one-line error, a lock ends with its run."""
+"""system/files.py: a file is old or new, JSON is read with a one-line error,
+a lock ends with its run.
+"""
 
 import errno
 import hashlib
@@ -21,7 +23,11 @@ def test_what_is_written_is_there_and_nothing_else(tmp_path):
         assert (tmp_path / "a").read_bytes() == written
         assert files.digest(tmp_path / "a") == (len(written), hashlib.sha256(written).hexdigest())
     files.write_json(str(tmp_path / "b"), {"x": [1, None]})
-    assert files.read_json(tmp_path / "b") == json.loads((tmp_path / "b").read_text()) == {"x": [1, None]}
+    assert (
+        files.read_json(tmp_path / "b")
+        == json.loads((tmp_path / "b").read_text())
+        == {"x": [1, None]}
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -55,7 +61,9 @@ def test_json_that_cannot_be_read(tmp_path):
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(UserError, match=f"{path}: a folder, a pipe or a device; expected a file"):
+        with pytest.raises(
+            UserError, match=f"{path}: a folder, a pipe or a device; expected a file"
+        ):
             files.read_json(path)
 
 
@@ -73,10 +81,14 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
     run, pipe = tmp_path / "run", subprocess.PIPE
     with files.Lock(run) as lock:
         assert not run.exists() and lock.file is None
-        other = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdin=pipe, stdout=pipe)
+        other = subprocess.Popen(
+            [sys.executable, "-c", HOLD, run], cwd=ROOT, stdin=pipe, stdout=pipe
+        )
         try:
             assert other.stdout.readline() == b"held\n"
-            with pytest.raises(UserError, match=f"in use by a run: process {other.pid} on .*; wait for its"):
+            with pytest.raises(
+                UserError, match=f"in use by a run: process {other.pid} on .*; wait for its"
+            ):
                 lock.take()
             with pytest.raises(UserError, match="in use by a run"), files.Lock(run):
                 pass
@@ -93,20 +105,30 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
 def test_the_lock_holds_when_its_file_is_removed(tmp_path):
     with files.Lock(tmp_path):
         (tmp_path / "run.lock").unlink()
-        with pytest.raises(UserError, match="in use by a run: another process"), files.Lock(tmp_path):
+        with (
+            pytest.raises(UserError, match="in use by a run: another process"),
+            files.Lock(tmp_path),
+        ):
             pass
 
 
 @pytest.mark.fault(70)
 def test_a_damaged_lock_counts_for_nothing_and_a_link_is_not_followed(tmp_path):
     (tmp_path / "run.lock").write_bytes(b"\xff\x00{")
-    with files.Lock(tmp_path), pytest.raises(UserError, match="in use by a run"), files.Lock(tmp_path):
+    with (
+        files.Lock(tmp_path),
+        pytest.raises(UserError, match="in use by a run"),
+        files.Lock(tmp_path),
+    ):
         pass
     (tmp_path / "run.lock").unlink()
     (tmp_path / "outside").write_text("kept")
     for make in (lambda path: path.symlink_to(tmp_path / "outside"), os.mkfifo):
         make(tmp_path / "run.lock")
-        with pytest.raises(UserError, match="out_dir=.*(links|seek.*); try another"), files.Lock(tmp_path):
+        with (
+            pytest.raises(UserError, match="out_dir=.*(links|seek.*); try another"),
+            files.Lock(tmp_path),
+        ):
             pass
         (tmp_path / "run.lock").unlink()
     assert (tmp_path / "outside").read_text() == "kept"

@@ -1,4 +1,6 @@
-"""fineweb.py and corpus/writer.py: shards against a plain rebuild of them, kills and other faults."""
+"""fineweb.py and corpus/writer.py: shards against a plain rebuild of them,
+kills and other faults.
+"""
 
 import contextlib
 import io
@@ -77,7 +79,9 @@ def rebuild(texts, tok, val_tokens):
     rows = [np.array([tok.eot, *tok.encode(text)]) for text in texts if text]
     sizes = np.cumsum([len(row) for row in rows])
     split = int(np.searchsorted(sizes, val_tokens)) + 1 if val_tokens else 0
-    return (np.concatenate(part) if part else np.array([], int) for part in (rows[:split], rows[split:]))
+    return (
+        np.concatenate(part) if part else np.array([], int) for part in (rows[:split], rows[split:])
+    )
 
 
 @pytest.mark.gpt2
@@ -93,8 +97,15 @@ def test_shards_are_the_documents(tmp_path):
     assert "train" in said and f"{len(train):,}" in said
 
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
-    assert [s["name"] for s in manifest["shards"][:2]] == ["text_val_000000.bin", "text_train_000001.bin"]
-    assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == ("gpt2", 50257, 50256)
+    assert [s["name"] for s in manifest["shards"][:2]] == [
+        "text_val_000000.bin",
+        "text_train_000001.bin",
+    ]
+    assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == (
+        "gpt2",
+        50257,
+        50256,
+    )
     assert manifest["documents"] == sum(bool(text) for text in texts)
     assert manifest["tokens"] == len(val) + len(train) and manifest["dtype"] == "uint16"
     assert np.array_equal(np.load(tmp_path / "d/token_bytes.npy"), tok.token_bytes())
@@ -114,11 +125,16 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
         (dict(shuffle_seed=1, skip_bad_documents=True), "shuffle_seed=None, not 1"),
         (dict(shuffle_seed=0), "shuffle_seed=None, not 0"),
         (dict(dataset=ASYNCIO), f"dataset={JSON}, not {ASYNCIO}"),
-        (dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=None), f"dataset={JSON}, not kjj0/fineweb10B-gpt2"),
+        (
+            dict(dataset="kjj0/fineweb10B-gpt2", max_tokens=None),
+            f"dataset={JSON}, not kjj0/fineweb10B-gpt2",
+        ),
     ]:
         with pytest.raises(UserError) as error:
             prepare(tmp_path / "d", **settings | changes)
-        assert f"was begun with {words}; use another" in one_line(error) and error.value.exit_code == 2
+        assert (
+            f"was begun with {words}; use another" in one_line(error) and error.value.exit_code == 2
+        )
         (tmp_path / "d/tokenizer.json").unlink(missing_ok=True)
     assert contents(tmp_path / "d") == before
 
@@ -126,14 +142,18 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.fault(38, 84)
 def test_kinds_of_files(tmp_path, streaming):
-    """A byte order mark and blanks at the front cost no document; pandas 3 writes text as large_string."""
+    """A byte order mark and blanks at the front cost no document;
+    pandas 3 writes text as large_string.
+    """
     zstandard = pytest.importorskip("zstandard")
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_bytes(b"text file \xe9")
     (tmp_path / "b.JSON").write_text("\n \n" + line("upper"))
     lines = "\ufeff" + line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3)
     (tmp_path / "b.jsonl").write_text(lines)
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress((line("zst é", other="x") + line("")).encode()))
+    (tmp_path / "c.jsonl.zst").write_bytes(
+        zstandard.compress((line("zst é", other="x") + line("")).encode())
+    )
     for name, kind in {"d.parquet": pyarrow.string(), "e.parquet": pyarrow.large_string()}.items():
         table = pyarrow.table({"n": [1, 2], "text": pyarrow.array([name, "last"], kind)})
         pyarrow.parquet.write_table(table, tmp_path / name)
@@ -143,7 +163,10 @@ def test_kinds_of_files(tmp_path, streaming):
     said = prepare(out, tmp_path, tokenizer="bytes", val_tokens=5, streaming=streaming)
     assert "left out of folders: 2 .csv, 1 .md, 1 .png; a glob reads more" in said
     assert "a.txt is not UTF-8 throughout: 1 characters were replaced" in said
-    for key, words in {"n": "its field n is 1, not text", "x": "has no field x; it has n, text"}.items():
+    for key, words in {
+        "n": "its field n is 1, not text",
+        "x": "has no field x; it has n, text",
+    }.items():
         with pytest.raises(DataError, match=f"d.parquet.* {words}"):
             prepare(f"{out}-{key}", tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
     texts = ["text file \ufffd", "upper", "jsonl one", "a <|endoftext|> b", "zst é"]
@@ -165,15 +188,24 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     order = np.random.default_rng(5).permutation(700)
     _, train = rebuild([texts[i] for i in order], tokenizer.load("bytes"), 0)
     assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
-    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], "no val shard"
+    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], (
+        "no val shard"
+    )
 
 
 def test_max_tokens_default_val_and_short_documents(tmp_path):
     prepare(tmp_path / "d", ASYNCIO, tokenizer="bytes", shard_tokens=40_000, max_tokens=100_001)
-    assert [len(shard) for shard in shard_tokens(tmp_path / "d", "train")] == [40_000, 40_000, 20_001]
+    assert [len(shard) for shard in shard_tokens(tmp_path / "d", "train")] == [
+        40_000,
+        40_000,
+        20_001,
+    ]
     files = text_files.local_files(ASYNCIO)
     size = sum(os.path.getsize(path) for path in files)
-    assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["val_tokens"] == size // 100
+    assert (
+        json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["val_tokens"]
+        == size // 100
+    )
     prepare(tmp_path / "long", ASYNCIO, tokenizer="bytes", min_document_tokens=9000, val_tokens=0)
     texts = [text for path in files if len(text := Path(path).read_text()) >= 9000]
     _, train = rebuild(texts, tokenizer.load("bytes"), 0)
@@ -182,7 +214,9 @@ def test_max_tokens_default_val_and_short_documents(tmp_path):
 
 
 def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, monkeypatch):
-    """A killed run goes on, and what fineweb.py prints at its end names settings that train.py takes."""
+    """A killed run goes on, and what fineweb.py prints at its end
+    names settings that train.py takes.
+    """
     text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
     (tmp_path / "input.txt").write_text(text)
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
@@ -229,7 +263,9 @@ def test_a_large_vocabulary_is_validated_on_few_tokens_on_a_cpu():
 
 @pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])
 def test_the_command_at_the_end_is_taken_for_every_size(cfg):
-    """Its batch and rows fit into the tokens, its settings go together, and it evaluates whole rows only."""
+    """Its batch and rows fit into the tokens, its settings go together,
+    and it evaluates whole rows only.
+    """
     for tokens in [2, 3, 40, 300, 1999, 2049, 5000, 20_001, 211_315, 10**6, 10**7, 10**9, 10**10]:
         for held_out in (0, tokens // 10):
             found = fineweb.go_on(cfg, Path("data/mine"), 300, tokens, held_out, True)
@@ -249,7 +285,9 @@ def test_the_command_at_the_end_runs_for_a_small_text(tmp_path, size, tokens):
     said = prepare(tmp_path / "d", dataset=path, tokenizer=tokens).splitlines()[-1]
     words = shlex.split(said.partition("train.py ")[2])
     words[0] = str(ROOT / words[0])
-    cfg = configure(settings_of_a_run.Config, [*words, "--dry_run", "--device=cpu"], settings_of_a_run.check)
+    cfg = configure(
+        settings_of_a_run.Config, [*words, "--dry_run", "--device=cpu"], settings_of_a_run.check
+    )
     train.main(cfg)
 
 
@@ -259,7 +297,9 @@ def test_the_command_after_dialogues_fine_tunes():
     assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=572" in words
     asked[3] = 234_794
     words = fineweb.go_on(*asked)["go on with"]
-    assert {"--batch_tokens=8192", "--batch_size=8", "--max_steps=85", "--warmup_steps=8"} <= {*words}
+    assert {"--batch_tokens=8192", "--batch_size=8", "--max_steps=85", "--warmup_steps=8"} <= {
+        *words
+    }
 
 
 def test_uint32_shards(tmp_path):
@@ -329,7 +369,9 @@ PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
 
 @pytest.mark.gpt2
 def test_packed_shards_hold_every_document_once(tmp_path, clean):
-    """Groups of 32,768 tokens, 4 to a shard; validation and the documents' contents are as without."""
+    """Groups of 32,768 tokens, 4 to a shard;
+    validation and the documents' contents are as without.
+    """
     prepare(tmp_path / "d", **PACK)
     names = [name for name in clean if "_train_" in name]
     plain = np.concatenate([np.frombuffer(clean[name], np.uint16, offset=1024) for name in names])
@@ -349,9 +391,12 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     loader = TokenLoader(tmp_path / "d", "train", 2, 32_768)
     assert not loader.warnings
     expected = np.stack([packed[w * 32_768 :][:32_769] for w in range(20)])
-    assert np.array_equal(read_rows(loader, 10), expected)  # a group's last target begins the next one
+    # a group's last target begins the next one
+    assert np.array_equal(read_rows(loader, 10), expected)
     loader.close()
-    warnings = [TokenLoader(tmp_path / "d", "train", 1, T, align=T > 1024).warnings for T in (1024, 32_768)]
+    warnings = [
+        TokenLoader(tmp_path / "d", "train", 1, T, align=T > 1024).warnings for T in (1024, 32_768)
+    ]
     assert all("packed for block_size=32768 without align_documents" in w[0] for w in warnings)
 
 
@@ -398,11 +443,18 @@ def test_disk_full(tmp_path, clean):
             prepare(tmp_path / "d", **KILLS)
     assert "text_train_000003.bin" in one_line(error) and "121,024 bytes" in str(error.value)
     names = set(contents(tmp_path / "d"))
-    assert names == {"progress.json", "text_val_000000.bin", "text_train_000001.bin", "text_train_000002.bin"}
+    assert names == {
+        "progress.json",
+        "text_val_000000.bin",
+        "text_train_000001.bin",
+        "text_train_000002.bin",
+    }
     inode = (tmp_path / "d/text_train_000002.bin").stat().st_ino
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
-    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, "what is finished is not made again"
+    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, (
+        "what is finished is not made again"
+    )
 
 
 @pytest.mark.fault(91)
@@ -413,7 +465,12 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     (out / "dir.tmp").mkdir(parents=True)
     (out / ".a_train_000001.bin.5.tmp").mkdir()
     users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".progress.json.tmp"]
-    for name in (*users, ".progress.json.12.tmp", ".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"):
+    for name in (
+        *users,
+        ".progress.json.12.tmp",
+        ".a_train_000002.bin.3.tmp",
+        ".manifest.json.1.tmp",
+    ):
         (out / name).write_text("mine")
     prepare(out, tmp_path / "a.txt", tokenizer="bytes")
     left = {path.name for path in out.iterdir() if path.name.endswith(".tmp")}
@@ -433,7 +490,9 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         "mark.txt": b"\xef\xbb\xbf",
         "folder/a.csv": b"1,2",
         "utf16.txt": "text".encode("utf-16"),
-        "half.txt.zst": zstandard.compress(random.Random(0).randbytes(400_000).hex().encode())[:200_000],
+        "half.txt.zst": zstandard.compress(random.Random(0).randbytes(400_000).hex().encode())[
+            :200_000
+        ],
         "used/x_train_000001.bin": b"",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -443,22 +502,42 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
     for settings, code, words in [
         (dict(dataset="no/such/*.txt"), 2, "no text file matches 'no/such/*.txt'"),
         (dict(dataset="dangling.txt"), 2, "no text file matches 'dangling.txt'"),
-        (dict(dataset="./folder"), 2, "no text file matches './folder'; left out of folders: 1 .csv"),
-        (dict(dataset="blank.jsonl,empty.txt"), 3, "no document in 2 files, the first is blank.jsonl"),
+        (
+            dict(dataset="./folder"),
+            2,
+            "no text file matches './folder'; left out of folders: 1 .csv",
+        ),
+        (
+            dict(dataset="blank.jsonl,empty.txt"),
+            3,
+            "no document in 2 files, the first is blank.jsonl",
+        ),
         (dict(dataset="empty.txt"), 3, "no document in 1 files, the first is empty.txt"),
         (dict(dataset="mark.txt"), 3, "no document in 1 files, the first is mark.txt"),
         (dict(dataset="utf16.txt"), 3, "utf16.txt is not text in UTF-8"),
-        (dict(dataset="half.txt.zst"), 3, "half.txt.zst cannot be read: EOFError: it ends within a frame"),
+        (
+            dict(dataset="half.txt.zst"),
+            3,
+            "half.txt.zst cannot be read: EOFError: it ends within a frame",
+        ),
         (dict(dataset="one.jsonl"), 3, "18 of 18 tokens are for validation, by val_tokens=1"),
         (dict(dataset="few.jsonl"), 3, "16 of 22 tokens are for validation, by val_tokens=1"),
         (dict(dataset="one.txt", val_tokens=9), 2, "of a single text it is the last tenth"),
         (dict(dataset="other.jsonl"), 3, "other.jsonl:1: it has no field text; it has body"),
         (dict(out="used"), 2, "holds x_train_000001.bin"),
         (dict(out="/proc/x"), 2, "cannot be written"),
-        (dict(shard_tokens=0, val_tokens=-1), 2, "shard_tokens=0 must be at least 1; val_tokens=-1 must"),
+        (
+            dict(shard_tokens=0, val_tokens=-1),
+            2,
+            "shard_tokens=0 must be at least 1; val_tokens=-1 must",
+        ),
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
         (dict(shards=True, val_tokens=5, pack=2), 2, "val_tokens=5 and pack=2 is for texts"),
-        (dict(pack=4096, shard_tokens=4000), 2, "shard_tokens=4000 must be at least one row of pack=4096"),
+        (
+            dict(pack=4096, shard_tokens=4000),
+            2,
+            "shard_tokens=4000 must be at least one row of pack=4096",
+        ),
     ]:
         with pytest.raises(UserError) as error:
             prepare(**{"out": "d", "tokenizer": "bytes", **settings})

@@ -21,7 +21,12 @@ from system.errors import UserError
 
 SMALL = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32, precision="bf16")
 GROUPED = dict(n_kv_head=2, n_hidden=96, **LLAMA)
-SHAPES = [{}, GROUPED, dict(qk_norm=True, mlp="relu2"), dict(tie_embeddings=False, attention_gate=True)]
+SHAPES = [
+    {},
+    GROUPED,
+    dict(qk_norm=True, mlp="relu2"),
+    dict(tie_embeddings=False, attention_gate=True),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,9 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
 
 
 def test_document_masks_leave_attention_out():
-    """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96% (Llama 3 8B on an H200)."""
+    """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96%
+    (Llama 3 8B on an H200).
+    """
     masked, cfg = analysed(document_mask=True, **GROUPED)
     attention = 6 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)
     assert masked.flops_per_token == analysed(**GROUPED)[0].flops_per_token - attention
@@ -61,7 +68,9 @@ def test_calls_of_the_model_as_it_is():
     found, _ = analysed()
     per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
-    assert found.rows() == [("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")]
+    assert found.rows() == [
+        ("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")
+    ]
 
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
@@ -110,7 +119,9 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     extra, block = 6 * 64 * 64, 6 * (12 * 64 * 64 + 64 * 33)
     assert found.flops_per_token == plain.flops_per_token + 2 * extra - block
     assert not found.regular
-    assert found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
+    assert (
+        found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
+    )
     assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
     (kind, _), (other, unused) = found.rows()
     assert (kind, other) == ("operations", "warning")
@@ -118,7 +129,9 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
-    monkeypatch.setattr(models.GPT, "embed", lambda self, idx, _: self.wte(idx) * idx.float().mean().item())
+    monkeypatch.setattr(
+        models.GPT, "embed", lambda self, idx, _: self.wte(idx) * idx.float().mean().item()
+    )
     found, cfg = analysed()
     assert found.flops_per_token is None
     assert "not counted" in found.rows()[0][1]
@@ -126,7 +139,9 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("setting", [dict(document_mask=True), dict(context_parallel=2)])
 def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
-    """One that computes softmax by itself instead of calling self.core, and one that has no core."""
+    """One that computes softmax by itself instead of calling self.core,
+    and one that has no core.
+    """
 
     def forward(self, x, idx, positions):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
@@ -149,7 +164,8 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
 
 
 @pytest.mark.parametrize("name, precision, tflops", [
-    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32", 654),
+    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32",
+     654),
     ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None),
 ])  # fmt: skip
 def test_peaks(monkeypatch, name, precision, tflops):

@@ -1,4 +1,6 @@
-"""fp8.py against float64, without an NVIDIA GPU in Triton's interpreter and with PyTorch for cuBLASLt."""
+"""fp8.py against float64, without an NVIDIA GPU in Triton's
+interpreter and with PyTorch for cuBLASLt.
+"""
 
 import dataclasses
 import math
@@ -26,18 +28,37 @@ RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = [
     pytest.mark.usefixtures("products"),
-    pytest.mark.skipif(not RUNS, reason="needs an NVIDIA GPU with fp8 matrix units or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not RUNS, reason="needs an NVIDIA GPU with fp8 matrix units or TRITON_INTERPRET=1"
+    ),
 ]
-# e4m3 rounds to 3 bits behind the point, a relative error of 2^-4 at worst and 2.6e-2 in the root mean
-# square; a product of two has 1.4 times that. e5m2, for gradients, has twice the error. The interpreter loses
-# a carry, so that a number just below a power of two becomes half of it.
+# e4m3 rounds to 3 bits behind the point, a relative error of 2^-4 at worst and 2.6e-2 in the root
+# mean square; a product of two has 1.4 times that. e5m2, for gradients, has twice the error. The
+# interpreter loses a carry, so that a number just below a power of two becomes half of it.
 E4M3, E5M2, FORWARD, BACKWARD = (4e-2, 7e-2, 5e-2, 1e-1) if GPU else (0.2, 0.35, 0.2, 0.3)
-WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)  # of a model's gradients: several layers' rounding
+# of a model's gradients: several layers' rounding
+WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)
 # tiles are of 64 x 64; rows: a multiple of 16, as `suits` demands
 SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
-SHAPES += [(16, [16]), (112, [48]), (512, [768]), (208, [300, 520, 8]), (144, [300]), (48, [8, 264])] * GPU
+SHAPES += [
+    (16, [16]),
+    (112, [48]),
+    (512, [768]),
+    (208, [300, 520, 8]),
+    (144, [300]),
+    (48, [8, 264]),
+] * GPU
 SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-KINDS = (*SEVERAL, fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU, fp8.GATE, fp8.NORM, fp8.SHIFTED_NORM)
+KINDS = (
+    *SEVERAL,
+    fp8.DGELU,
+    fp8.DRELU2,
+    fp8.SWIGLU,
+    fp8.DSWIGLU,
+    fp8.GATE,
+    fp8.NORM,
+    fp8.SHIFTED_NORM,
+)
 CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERAL)]
 
 
@@ -57,7 +78,9 @@ def tracked(model):
 
 
 def small(**shape):
-    return models.build(GPTConfig(vocab_size=200, n_head=4, n_embd=64, block_size=32, **shape), DEVICE, 0)
+    return models.build(
+        GPTConfig(vocab_size=200, n_head=4, n_embd=64, block_size=32, **shape), DEVICE, 0
+    )
 
 
 def low(model, *batch):
@@ -83,7 +106,9 @@ def test_a_cast_keeps_nan(what, e5m2):
 @pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("std", [slow(1e-7), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
-    """Value, transpose, column sums, and the scale: a power of two that leaves the room it should."""
+    """Value, transpose, column sums, and the scale:
+    a power of two that leaves the room it should.
+    """
     std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
     top = torch.zeros(2, device=DEVICE)
     limit = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
@@ -129,11 +154,15 @@ def beside_and_exactly(what, x, before):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("terms", [768, 4096, 4112, 65_536])
 def test_sums(terms, fast):
-    """Fast ones keep some 14 bits of the largest number on the way; none over cublas.FAST_TERMS is fast."""
+    """Fast ones keep some 14 bits of the largest number on the way;
+    none over cublas.FAST_TERMS is fast.
+    """
     a, b = randn(512, terms).to(torch.float8_e4m3fn), randn(256, terms).to(torch.float8_e5m2)
     one, out = torch.ones((), device=DEVICE), torch.full((512, 256), torch.nan, device=DEVICE)
     out = cublas.matmul(a, b.t(), out, scales=(one, one), fast=fast)
-    assert error(out, a.double() @ b.double().t()) < (3e-3 if fast and terms <= cublas.FAST_TERMS else 3e-4)
+    assert error(out, a.double() @ b.double().t()) < (
+        3e-3 if fast and terms <= cublas.FAST_TERMS else 3e-4
+    )
 
 
 def test_weight_gradients_are_not_fast(monkeypatch):
@@ -146,9 +175,11 @@ def test_weight_gradients_are_not_fast(monkeypatch):
     monkeypatch.setattr(cublas, "matmul", matmul)
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     low(own, idx, targets)
-    # qkv, proj, up, down and the head: results, gradients of inputs, and of weights in float32; the gradient
-    # of the head's input is a sum over the vocabulary
-    expected = [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
+    # qkv, proj, up, down and the head: results, gradients of inputs, and of weights in float32; the
+    # gradient of the head's input is a sum over the vocabulary
+    expected = (
+        [(torch.bfloat16, False)] + [(torch.bfloat16, True)] * 9 + [(torch.float32, False)] * 5
+    )
     assert sorted(asked, key=str) == expected
 
 
@@ -180,7 +211,9 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     assert list(own.state_dict()) == names
     assert all(hasattr(layer, "w_amax") for layer in (own.head, own.blocks[0].attn.proj))
     if compiled:
-        own.hidden = torch.compile(own.hidden, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+        own.hidden = torch.compile(
+            own.hidden, fullgraph=True, backend="inductor" if GPU else "aot_eager"
+        )
     for block in exact.blocks:
         block.attn.backend = "math"
     exact.double()
@@ -225,11 +258,15 @@ def test_rows_of_any_length():
 
 
 def test_only_tracked_layers_are_gathered_in_8_bits():
-    """A layer with a width that is no multiple of 16, or that model.py calls itself, is gathered in bf16."""
+    """A layer with a width that is no multiple of 16, or that model.py calls itself,
+    is gathered in bf16.
+    """
     own = small(n_layer=1, mlp="swiglu", n_hidden=72)
     own.blocks[0].extra = nn.Linear(64, 64)
     fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
-    weights = {name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()}
+    weights = {
+        name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()
+    }
     found = {name for name, weight in weights.items() if isinstance(weight, fp8.Rows)}
     assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
@@ -249,11 +286,17 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         result = fp8.Rows.fsdp_post_all_gather(None, gathered, parts[0][1], torch.bfloat16, out=out)
         assert (result is None) == (out is not None)
         out, rows8 = out if result is None else result[0], gathered[0]
-        assert out.shape == w.shape and out.dtype == torch.bfloat16 and rows8.untyped_storage().size() == 0
+        assert (
+            out.shape == w.shape
+            and out.dtype == torch.bfloat16
+            and rows8.untyped_storage().size() == 0
+        )
         straight, across = fp8.halves(out)
         assert torch.equal(straight.t().view(torch.uint8), across.view(torch.uint8))
         scale = layer.w_amax.item()
-        assert torch.frexp(layer.w_amax)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
+        assert (
+            torch.frexp(layer.w_amax)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
+        )
         assert error(straight.double() * scale, w) < E4M3
 
 
@@ -261,7 +304,8 @@ def test_scales_go_on_where_they_were():
     """A resumed model's next loss and gradients are the saved one's, on the CPU to the last bit."""
     one, other = (tracked(small(n_layer=1)) for _ in range(2))
     idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
-    same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal  # attention may round differently
+    # attention may round differently
+    same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal
 
     def step(model):
         loss, grads = low(model, idx, targets)
@@ -279,15 +323,27 @@ def test_scales_go_on_where_they_were():
     resumed, uninterrupted = step(other), step(one)
     assert all(map(same, resumed, uninterrupted)) and not all(map(same, anew, uninterrupted))
     assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
-    fp8.gather_in_8_bits(other.blocks.modules(), 2)  # as FSDP2 does: one amax for the two of a weight
+    # as FSDP2 does: one amax for the two of a weight
+    fp8.gather_in_8_bits(other.blocks.modules(), 2)
     assert checkpoint.load_rank_tensors(saved, other, 3, DEVICE)
 
 
 @pytest.mark.parametrize("factor", [math.inf, slow(math.nan), slow(1e38)])
 def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     """The amax of its gradients, inf or far too large, would be the next step's scale."""
-    words = [str(ROOT / "config/test.py"), "--vocab_size=200", f"--device={DEVICE.type}", "--compile=False"]
-    words += ["--block_size=8", "--batch_size=2", "--batch_tokens=32", "--n_layer=1", "--max_skipped_steps=1"]
+    words = [
+        str(ROOT / "config/test.py"),
+        "--vocab_size=200",
+        f"--device={DEVICE.type}",
+        "--compile=False",
+    ]
+    words += [
+        "--block_size=8",
+        "--batch_size=2",
+        "--batch_tokens=32",
+        "--n_layer=1",
+        "--max_skipped_steps=1",
+    ]
     cfg = configure(Config, [*words, "--precision=bf16", "--warmup_steps=0", "--attention=math"])
     cfg = dataclasses.replace(cfg, precision="fp8", ops="fused")  # refused on a CPU
     job = train.Training(cfg, parallel.start(DEVICE.type))
@@ -298,5 +354,7 @@ def test_a_step_that_is_not_finite_does_not_spoil_the_next(factor):
     for _ in range(3):
         rows = torch.randint(0, 200, (2, 9), device=DEVICE)
         loss, norm = take_step(job, lambda rows=rows: (rows[:, :-1], rows[:, 1:]), 1e-3)
-        found.append((job.state.optimizer.found_inf.item(), math.isfinite(norm.item()), loss.item() < 6))
+        found.append(
+            (job.state.optimizer.found_inf.item(), math.isfinite(norm.item()), loss.item() < 6)
+        )
     assert found == [(0, True, True), (1, False, True), (0, True, True)]

@@ -32,10 +32,13 @@ def trained(shape, fp8, compiled, dropout=0.0, edit=None):
     sizes = dict(vocab_size=200, n_layer=2, n_head=4, n_embd=64, block_size=32)
     cfg = GPTConfig(**sizes | shape, dropout=dropout, attention="cudnn")
     model = models.build(cfg, torch.device(DEVICE), 0)
-    for layer in [module for module in model.modules() if fp8 and isinstance(module, torch.nn.Linear)]:
+    for layer in [
+        module for module in model.modules() if fp8 and isinstance(module, torch.nn.Linear)
+    ]:
         fast.fp8.track(layer)
     for block in model.blocks:
-        block.attn.dropout = 0.0  # PyTorch's plain attention with dropout has an addition of its own
+        # PyTorch's plain attention with dropout has an addition of its own
+        block.attn.dropout = 0.0
         block.attn.gate = edit(16, 1e-5).to(DEVICE) if edit else block.attn.gate
         if cfg.attention_gate:
             torch.nn.init.normal_(block.attn.gate.weight)
@@ -65,9 +68,12 @@ class GatesOfASlice(torch.nn.Identity):
 
 GPT2 = dict(residual_addition_in_norm=2, residual_gradient_in_norm=2, addition_in_product=2)
 SLICED = GPT2 | dict(slice_gradient_in_norm=1)
-GATED = dict(norm="rmsnorm", positions="rope", mlp="relu2", bias=False, qk_norm=True, attention_gate=True)
+GATED = dict(
+    norm="rmsnorm", positions="rope", mlp="relu2", bias=False, qk_norm=True, attention_gate=True
+)
 CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blocks share
-    "gpt2": ({}, 0.0, False, GPT2 | dict(column_sums_from_norm=1)),  # the bias gradient of attention's proj
+    # the bias gradient of attention's proj
+    "gpt2": ({}, 0.0, False, GPT2 | dict(column_sums_from_norm=1)),
     # dropout is between the layers and what reads their results
     "dropout": ({}, 0.1, False, GPT2 | dict(addition_in_product=1)),
     "gates": (GATED, 0.0, False, SLICED),
@@ -81,7 +87,13 @@ CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blo
 }
 # edits of what is cast that the kernel which casts cannot compute
 CASES["norm_of_heads_fp8"] = *CASES["gpt2_fp8"], NormOfHeads
-CASES["slice_fp8"] = {}, 0.0, True, SLICED | dict(column_sums_from_norm=1, norm_in_cast=1), GatesOfASlice
+CASES["slice_fp8"] = (
+    {},
+    0.0,
+    True,
+    SLICED | dict(column_sums_from_norm=1, norm_in_cast=1),
+    GatesOfASlice,
+)
 
 
 OFTEN = ("gpt2",)
@@ -95,8 +107,8 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     monkeypatch.setattr(forms, "served", {DEVICE})
     torch._dynamo.reset()
     counters.clear()
-    # Not monkeypatch: what it undoes on this module is hidden from every later compilation in the process.
-    # A graph from the cache would not run the pass.
+    # Not monkeypatch: what it undoes on this module is hidden from every later compilation in the
+    # process. A graph from the cache would not run the pass.
     fold = Recorded()
     monkeypatch.setattr(fusion, "FoldIntoKernels", lambda: fold)
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True):
@@ -106,21 +118,27 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     for graph, left in ((forward, dropout > 0), (inference, 0)):
         assert graph["pretrain.norm_forward.default"] == norms and graph["aten.add.Tensor"] == left
     assert backward["pretrain.norm_backward.default"] == norms and not backward["aten.add.Tensor"]
-    assert not backward["aten.copy.default"]  # attention's gradient comes as its output lies in memory
+    # attention's gradient comes as its output lies in memory
+    assert not backward["aten.copy.default"]
     assert {k: n for k, n in counters["inductor"].items() if "_in_" in k or "_from_" in k} == folded
     if dropout:  # random numbers differ
         return
     expected, refs = trained(shape, fp8, False, dropout, *edit)
     assert abs(loss - expected) < 1e-3 * expected
     if fp8:  # small gradients differ by the rounding of large ones
-        grads, refs = ({"all": torch.cat([g.flatten() for g in side.values()])} for side in (grads, refs))
-    for name, grad in grads.items():  # bf16: the pass adds in float32 what is otherwise rounded once more
+        grads, refs = (
+            {"all": torch.cat([g.flatten() for g in side.values()])} for side in (grads, refs)
+        )
+    # bf16: the pass adds in float32 what is otherwise rounded once more
+    for name, grad in grads.items():
         assert error(grad, refs[name]) < (0.2 if fp8 else 2e-2), name
 
 
 @pytest.mark.parametrize("fp8", [costly(False), costly(True)])
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
-    """Also those with autograd functions and a choice of attention; what is cached computes the same bits."""
+    """Also those with autograd functions and a choice of attention;
+    what is cached computes the same bits.
+    """
     monkeypatch.setattr(forms, "served", {DEVICE})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     runs, found = [], []
@@ -130,7 +148,9 @@ def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, t
             torch._dynamo.reset()
             counters.clear()
             runs.append(trained(GATED, fp8, "whole"))
-            found.append({key: n for key, n in counters["aot_autograd"].items() if "autograd_cache" in key})
+            found.append(
+                {key: n for key, n in counters["aot_autograd"].items() if "autograd_cache" in key}
+            )
     saved = found[0]["autograd_cache_saved"]  # embedding, block and head, trained and evaluated
     assert saved >= 6 and found[1] == {"autograd_cache_hit": saved}
     (loss, grads), (again, others) = runs

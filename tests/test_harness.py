@@ -1,4 +1,5 @@
-"""measure/harness.py: a checkpoint's scores and texts in lm-evaluation-harness are those of its export.
+"""measure/harness.py: a checkpoint's scores and texts in lm-evaluation-harness are those of its
+export.
 
 They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its extra hf.
 """
@@ -33,18 +34,23 @@ from measure.language_model import LanguageModel  # noqa: E402
 
 SHAPE = dict(vocab_size=257, vocab_multiple=1, block_size=64, n_layer=2, n_head=4, n_embd=32)
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
-ONCE = LLAMA | dict(qk_norm=True, value_embeddings=1, attention_gate=True, tie_embeddings=False)  # no export
+# no export
+ONCE = LLAMA | dict(qk_norm=True, value_embeddings=1, attention_gate=True, tie_embeddings=False)
 TEXTS = [example["ctx"] for example in made_up(12)]
 PAIRS = [(text, f" {word}") for text in TEXTS for word in ("a dog", "hill while they")]
 PAIRS += [("", "the dog"), ("the man  ", "walks"), ("x" * 100, "y" * 30), ("ab", "z" * 64)]
 
 
 def asked(kind, arguments):
-    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)
+    ]
 
 
 def checkpoint_of(folder, **changes):
-    """The folder of a checkpoint of random weights, whose greedy texts are no repetitions of a token."""
+    """The folder of a checkpoint of random weights,
+    whose greedy texts are no repetitions of a token.
+    """
     cfg = GPTConfig(**SHAPE | changes)
     model = build(cfg, torch.device("cpu"), seed=1)
     with torch.no_grad():
@@ -86,15 +92,21 @@ def test_equals_the_harness_on_the_export(changes, tmp_path):
 
 
 def test_the_likeliest_continuation_is_greedy(once):
-    """A model without a class of Hugging Face: its own greedy text is, one with another last token is not."""
+    """A model without a class of Hugging Face:
+    its own greedy text is, one with another last token is not.
+    """
     ids = torch.tensor([list(b"the man")])
-    text = once.tokenizer.decode(sampling.generate(once.model, ids, 4, 0, cached=False)[0, 7:].tolist())
+    text = once.tokenizer.decode(
+        sampling.generate(once.model, ids, 4, 0, cached=False)[0, 7:].tolist()
+    )
     assert len(text) == 4, "choose another seed: some token is half a character"
     other = text[:-1] + ("b" if text[-1] == "a" else "a")
     pairs = asked("loglikelihood", [("the man", text), ("the man", other)])
     (score, greedy), (less, not_greedy) = once.loglikelihood(pairs)
     assert greedy and not not_greedy and less < score < 0
-    logp = once.model.logits(torch.tensor([list(b"the man" + text.encode())])).log_softmax(-1)[0, 6:-1]
+    logp = once.model.logits(torch.tensor([list(b"the man" + text.encode())])).log_softmax(-1)[
+        0, 6:-1
+    ]
     assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
 
 
@@ -103,7 +115,9 @@ def test_equals_hellaswag(once):
     examples = made_up(10)
     prepared = hellaswag.prepare(examples, once.tokenizer, once.limit)
     expected = hellaswag.losses(once.model, prepared)[: 4 * len(examples)]
-    pairs = [(example["ctx"], f" {ending}") for example in examples for ending in example["endings"]]
+    pairs = [
+        (example["ctx"], f" {ending}") for example in examples for ending in example["endings"]
+    ]
     found = once.loglikelihood(asked("loglikelihood", pairs))
     assert [-score for score, _ in found] == pytest.approx(expected.tolist(), rel=1e-6)
     assert prepared.truncated > 0
@@ -111,14 +125,18 @@ def test_equals_hellaswag(once):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_texts_of_a_batch_are_those_of_one_row_without_a_cache(once, sampled, monkeypatch):
-    """Prompts of any length, one cut to the context; greedy, and sampled from the one likeliest token."""
+    """Prompts of any length, one cut to the context;
+    greedy, and sampled from the one likeliest token.
+    """
     given = dict(until=["q"], max_gen_toks=24)
     given |= dict(do_sample=True, temperature=0.7, top_k=1) if sampled else {}
     prompts = ["", "a", "the man walks", "a dog", "x" * 90, "hill", "while they sing and then"]
     found = once.generate_until(asked("generate_until", [(prompt, given) for prompt in prompts]))
     for prompt, text in zip(prompts, found):
         ids = once.tokenizer.encode(prompt)[-40:] or [once.tokenizer.eot]
-        new = sampling.generate(once.model, torch.tensor([ids]), 24, 0, cached=False)[0, len(ids) :].tolist()
+        new = sampling.generate(once.model, torch.tensor([ids]), 24, 0, cached=False)[
+            0, len(ids) :
+        ].tolist()
         if once.tokenizer.eot in new:
             new = new[: new.index(once.tokenizer.eot)]
         assert text == once.tokenizer.decode(new).partition("q")[0]
@@ -144,7 +162,9 @@ def answers(folder, batch_tokens, parallel):
     found = model.loglikelihood(asked("loglikelihood", PAIRS))
     if parallel == "ddp":
         given = dict(until=[], max_gen_toks=8, do_sample=True, temperature=1.0)
-        found += model.generate_until(asked("generate_until", [(text, given) for text in TEXTS[:5]]))
+        found += model.generate_until(
+            asked("generate_until", [(text, given) for text in TEXTS[:5]])
+        )
     return found
 
 
@@ -173,14 +193,23 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 
 def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
-    """The front, with a task of one's own: the table and the report have the acc of hellaswag.py."""
-    monkeypatch.setattr(tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False))
+    """The front, with a task of one's own:
+    the table and the report have the acc of hellaswag.py.
+    """
+    monkeypatch.setattr(
+        tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False)
+    )
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     lines, task = tmp_path / "examples.jsonl", tmp_path / "made_up.yaml"
     lines.write_text("\n".join(map(json.dumps, made_up(20))))
     task.write_text(TASK.replace("FILE", str(lines)))
     folder, out = checkpoint_of(tmp_path / "run"), tmp_path / "report.json"
-    words = [f"--checkpoint={folder}", "--tasks=made_up", f"--include_path={tmp_path}", f"--out={out}"]
+    words = [
+        f"--checkpoint={folder}",
+        "--tasks=made_up",
+        f"--include_path={tmp_path}",
+        f"--out={out}",
+    ]
     words += ["--device=cpu", "--precision=fp32", "--limit=15"]
     harness.main(configure(harness.Config, words))
     found = json.loads(out.read_text())["results"]["made_up"]
@@ -198,7 +227,8 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("given, message", [
     (dict(max_gen_toks=64), "max_gen_toks=64 must be over 0 and below block_size=64"),
-    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0), "top_p=0.9 is not known here; do_sample, max"),
+    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0),
+     "top_p=0.9 is not known here; do_sample, max"),
     (dict(max_gen_toks=9, num_beams=2), "num_beams=2 is not known here"),
 ])  # fmt: skip
 def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, message):
@@ -213,7 +243,9 @@ def test_settings_without_effect_on_a_greedy_text_are_taken(once):
 
 @pytest.mark.parametrize("pair, size", [(("ab", ""), "0 tokens"), (("ab", "z" * 65), "65 tokens")])
 def test_a_continuation_that_cannot_be_scored_is_named(once, pair, size):
-    with pytest.raises(DataError, match=f"the continuation '.*' of 'ab' has {size}, of 1 to block_size=64"):
+    with pytest.raises(
+        DataError, match=f"the continuation '.*' of 'ab' has {size}, of 1 to block_size=64"
+    ):
         once.loglikelihood(asked("loglikelihood", [pair]))
 
 

@@ -1,4 +1,6 @@
-"""hellaswag.py: scores equal one row at a time, whatever the batch and ranks; damaged files and downloads."""
+"""hellaswag.py: scores equal one row at a time, whatever the batch and ranks;
+damaged files and downloads.
+"""
 
 import json
 import re
@@ -23,14 +25,20 @@ WORDS = "the man walks his dog and then she rides a red bike over some hill whil
 def made_up(count, seed=0):
     """Examples of real words in random order and of varied length."""
     draw = torch.Generator().manual_seed(seed)
-    text = lambda n: " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=draw))
+    text = lambda n: " ".join(
+        WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=draw)
+    )
     size = lambda: int(torch.randint(1, 9, (1,), generator=draw))
-    make = lambda i: dict(ctx=text(2 + 2 * size()), endings=[text(size()) for _ in range(4)], label=i % 4)
+    make = lambda i: dict(
+        ctx=text(2 + 2 * size()), endings=[text(size()) for _ in range(4)], label=i % 4
+    )
     return [make(i) for i in range(count)]
 
 
 def small(seed=1):
-    shape = GPTConfig(vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32)
+    shape = GPTConfig(
+        vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32
+    )
     return build(shape, torch.device("cpu"), seed=seed).eval()
 
 
@@ -57,7 +65,10 @@ def naive(model, examples, tokenizer):
 
 def test_equals_one_row_at_a_time():
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
-    prepared, expected = hellaswag.prepare(examples, tokenizer, 128), naive(model, examples, tokenizer)
+    prepared, expected = (
+        hellaswag.prepare(examples, tokenizer, 128),
+        naive(model, examples, tokenizer),
+    )
     expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
         score, _ = evaluated(model, prepared, batch_tokens)
@@ -79,45 +90,62 @@ def test_batches_hold_every_row_once_in_few_shapes():
     prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
     jobs = list(hellaswag.batches(prepared, 2048, 128))
     assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(1600))
-    assert len({(B, T) for _, B, T in jobs}) <= 4 and all(B * T <= 2048 and len(n) <= B for n, B, T in jobs)
+    assert len({(B, T) for _, B, T in jobs}) <= 4 and all(
+        B * T <= 2048 and len(n) <= B for n, B, T in jobs
+    )
     padded, real = sum(B * T for _, B, T in jobs), sum(len(row) - 1 for row in prepared.rows)
-    assert padded < 1.35 * real  # rounded up to 32, and a batch that is not full for each of 4 lengths
+    # rounded up to 32, and a batch that is not full for each of 4 lengths
+    assert padded < 1.35 * real
 
 
 def test_an_ending_has_the_tokens_that_it_has_in_the_text():
     """Llama 2's tokenizer begins what it is given with a token of its own."""
-    tokenizer = types.SimpleNamespace(encode_batch=lambda texts: [np.array([1, *t.encode()]) for t in texts])
+    tokenizer = types.SimpleNamespace(
+        encode_batch=lambda texts: [np.array([1, *t.encode()]) for t in texts]
+    )
     prepared = hellaswag.prepare([{"ctx": "ab", "endings": ["c"] * 4, "label": 0}], tokenizer, 32)
     assert prepared.rows[0].tolist() == [1, *b"ab c"] and prepared.starts[0] == 3
 
 
 @pytest.fixture(scope="module")
 def across():
-    """A tokenizer whose tokens span spaces, as SentencePiece's may; it drops the characters that it lacks."""
+    """A tokenizer whose tokens span spaces, as SentencePiece's may;
+    it drops the characters that it lacks.
+    """
     theirs = pytest.importorskip("tokenizers")
     inner = theirs.Tokenizer(theirs.models.BPE())
     inner.decoder = theirs.decoders.Fuse()
     options = dict(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
     trainer = theirs.trainers.BpeTrainer(**options)
-    inner.train_from_iterator([f"{e['ctx']} {end}" for e in made_up(60) for end in e["endings"]], trainer)
+    inner.train_from_iterator(
+        [f"{e['ctx']} {end}" for e in made_up(60) for end in e["endings"]], trainer
+    )
     return tokenizers.HuggingFace("across", inner.to_str().encode())
 
 
 @pytest.mark.fault(115)
 def test_a_token_across_the_join_begins_the_ending(across):
-    """As many rows are counted, the whole ending is scored, and the score is that of one row at a time."""
+    """As many rows are counted, the whole ending is scored,
+    and the score is that of one row at a time.
+    """
     examples = made_up(40)
     prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
-    shape = GPTConfig(vocab_size=400, vocab_multiple=1, block_size=128, n_layer=1, n_head=2, n_embd=32)
+    shape = GPTConfig(
+        vocab_size=400, vocab_multiple=1, block_size=128, n_layer=1, n_head=2, n_embd=32
+    )
     model = build(shape, torch.device("cpu"), seed=1).eval()
     for i, (row, start) in enumerate(zip(prepared.rows, prepared.starts)):
         example = [*examples, *hellaswag.easy(examples)][i // 4]
         whole, ending = f"{example['ctx']} {example['endings'][i % 4]}", example["endings"][i % 4]
         first = int(row[0] == across.eot)  # where a token spans the whole context
-        assert across.decode(row[first:]) == whole and across.decode(row[start:]).endswith(f" {ending}")
+        assert across.decode(row[first:]) == whole and across.decode(row[start:]).endswith(
+            f" {ending}"
+        )
         assert example["ctx"].startswith(across.decode(row[first:start]))
         spanned += across.decode(row[first:start]) != example["ctx"]
-        logp = model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
+        logp = (
+            model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
+        )
         hits.append(-logp.gather(1, torch.from_numpy(row[start:, None])).sum().item())
     score, _ = evaluated(model, prepared, 1024)
     assert score["spanned"] == prepared.spanned == spanned > 100
@@ -126,12 +154,18 @@ def test_a_token_across_the_join_begins_the_ending(across):
 
 @pytest.mark.fault(115)
 def test_contexts_and_endings_of_no_token(across):
-    """A context that one token swallows is scored after the separator; an ending of nothing is refused."""
+    """A context that one token swallows is scored after the separator;
+    an ending of nothing is refused.
+    """
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
-    assert all(row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts))
+    assert all(
+        row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts)
+    )
     evaluated(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]))
-    tokenizer = types.SimpleNamespace(name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts])
+    tokenizer = types.SimpleNamespace(
+        name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts]
+    )
     with pytest.raises(UserError, match="example 0: an ending has no token in tokenizer=x"):
         hellaswag.prepare([example], tokenizer, 32)
 
@@ -181,7 +215,10 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
 @pytest.mark.fault(40)
 def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, words in {"none": "No such file or directory; name another", "empty": "no examples"}.items():
+    for name, words in {
+        "none": "No such file or directory; name another",
+        "empty": "no examples",
+    }.items():
         with pytest.raises(hellaswag.DataError, match=f"{name}.jsonl: {words}") as error:
             hellaswag.load(tmp_path / f"{name}.jsonl")
         assert not isinstance(error.value, hellaswag.Unavailable)
@@ -199,7 +236,9 @@ def test_the_line_for_the_console_has_standard_errors():
     score = dict(acc=0.5, acc_norm=0.25, acc_easy=0.75, n=4, truncated=1, spanned=0, seconds=2.0)
     shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500 | acc_easy 0.7500 ±0.2165"
     assert hellaswag.in_words(score) == f"{shares} | 4 examples, rows cut: 1 | 2.0 s"
-    assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(score | dict(spanned=3))
+    assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(
+        score | dict(spanned=3)
+    )
     with pytest.raises(UserError, match="limit=0 must be at least 1"):
         hellaswag.main(hellaswag.Config(limit=0))
 
@@ -217,7 +256,10 @@ def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, caps
         rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
         assert len(rows) == 4
         for i, (marks, total, mean, ending) in enumerate(rows):
-            context, own = tokenizer.encode(example["ctx"]), tokenizer.encode(" " + example["endings"][i])
+            context, own = (
+                tokenizer.encode(example["ctx"]),
+                tokenizer.encode(" " + example["endings"][i]),
+            )
             assert example["endings"][i].startswith(ending.split()[0])
             logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
             expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
@@ -235,7 +277,8 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(25)))
     prepared = hellaswag.prepare(made_up(20), tokenizers.load("bytes"), 128)
-    assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1  # a rank without a batch takes part
+    # a rank without a batch takes part
+    assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1
     save_model(tmp_path / "run", model, model.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
     words += ["--limit=20"]
@@ -244,15 +287,21 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     score, count, _ = both.outputs[0].rsplit(" | ", 2)
-    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2] and count == "20 examples, rows cut: 0"
+    assert [score, count] == alone.stdout.rsplit(" | ", 2)[
+        :2
+    ] and count == "20 examples, rows cut: 0"
     assert both.outputs[1] == both.stderr == ""
     other = small(seed=2)
     save_model(tmp_path / "other", other, other.cfg)
-    done = ranks.run(0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py")
+    done = ranks.run(
+        0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py"
+    )
     one, two = (evaluated(m, prepared, 256)[1]["acc_easy"] for m in (model, other))
     gain = one.astype(float) - two
     words_of_it = f"acc_easy {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
-    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), done.stdout + done.stderr
+    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), (
+        done.stdout + done.stderr
+    )
     path.write_text("{")
     for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
         broken = ranks.run(2, words + more, "hellaswag.py")

@@ -32,7 +32,9 @@ def settings(*words):
 
 @pytest.fixture
 def weights(tmp_path):
-    """A Llama with a context of 96 tokens, the bytes tokenizer, a chat template, two ids that end a text."""
+    """A Llama with a context of 96 tokens, the bytes tokenizer, a chat template,
+    two ids that end a text.
+    """
     theirs = llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True)
     folder = saved(theirs, tmp_path / "weights")
     (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())
@@ -73,7 +75,12 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
 
 
 def test_all_contradictions_are_in_one_line(weights, tmp_path):
-    words = ["config/gpt2_124m.py", f"--init_from=hf:{weights}", "--rope_theta=5e5", "--norm=rmsnorm"]
+    words = [
+        "config/gpt2_124m.py",
+        f"--init_from=hf:{weights}",
+        "--rope_theta=5e5",
+        "--norm=rmsnorm",
+    ]
     words[0] = str(ROOT / words[0])
     names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
     line = refused(lambda: settings(*words), *names)
@@ -87,7 +94,9 @@ def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
     assert hf.read_config(tmp_path).tokenizer is None
     (tmp_path / "vocab.json").write_text("{}")
     assert hf.read_config(tmp_path).tokenizer == str(tmp_path)
-    with pytest.raises(UserError, match="has vocab.json and no tokenizer.json; it is made by transformers"):
+    with pytest.raises(
+        UserError, match="has vocab.json and no tokenizer.json; it is made by transformers"
+    ):
         sample.main(sample.Config(pretrained=str(tmp_path), device="cpu"))
     (tmp_path / "tokenizer.json").write_text(tokenizer.load("bytes").to_json(), "utf-8")
     assert hf.read_config(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
@@ -98,20 +107,37 @@ def test_an_export_writes_no_tokenizer_that_nothing_names(tmp_path, capsys):
     save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
     assert "the weights name no tokenizer, so that none is written" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
 
 
-@pytest.mark.parametrize("scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)])
+@pytest.mark.parametrize(
+    "scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)]
+)
 def test_the_context_of_an_export(scaling, context):
-    cfg = GPTConfig(vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling)
+    cfg = GPTConfig(
+        vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling
+    )
     assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
 
 
 @pytest.mark.gpt2
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     """From weights to an export: what is in the source folder stays."""
-    words = [f"--init_from=hf:{weights}", f"--data_dir={byte_data}", f"--out_dir={tmp_path / 'run'}"]
-    words += ["--block_size=32", "--batch_tokens=64", "--batch_size=2", "--max_steps=1", "--eval_interval=0"]
+    words = [
+        f"--init_from=hf:{weights}",
+        f"--data_dir={byte_data}",
+        f"--out_dir={tmp_path / 'run'}",
+    ]
+    words += [
+        "--block_size=32",
+        "--batch_tokens=64",
+        "--batch_size=2",
+        "--max_steps=1",
+        "--eval_interval=0",
+    ]
     words += ["--device=cpu"]
     cfg = settings(*words, "--no_compile")
     train.main(cfg)
@@ -138,21 +164,30 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     words[0] = str(ROOT / words[0])
     train.main(settings(*words))
     convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
-    theirs, model = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM))
+    theirs, model = (
+        auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM)
+    )
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (256, 256, 256)
-    assert model.generation_config.eos_token_id == 256 and theirs.model_max_length == model.config.n_positions
+    assert (
+        model.generation_config.eos_token_id == 256
+        and theirs.model_max_length == model.config.n_positions
+    )
     ids = theirs("def naïve():\n", return_tensors="pt")
     assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
     assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
     again = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b"))
-    refused(lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257")
+    refused(
+        lambda: convert.main(convert.Config(**again, tokenizer="gpt2")), "50,257 ids, the model 257"
+    )
 
 
 def test_the_documented_pipeline_writes_what_sample_py_writes(tmp_path, capsys, monkeypatch):
     """The separator stands before the prompt in both."""
     cfg = GPTConfig(vocab_size=257, vocab_multiple=1, n_layer=2, n_embd=32, n_head=2, block_size=32)
     save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
-    export = dict(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "out/hf"), tokenizer="bytes")
+    export = dict(
+        checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "out/hf"), tokenizer="bytes"
+    )
     convert.main(convert.Config(**export))
     options = dict(
         checkpoint=export["checkpoint"], tokenizer="bytes", device="cpu", n_samples=1, temperature=0
@@ -160,7 +195,12 @@ def test_the_documented_pipeline_writes_what_sample_py_writes(tmp_path, capsys, 
     capsys.readouterr()
     sample.main(sample.Config(prompt="The moon is", max_new_tokens=20, **options))
     expected = capsys.readouterr().out.partition("\n" + "-" * 80)[0]
-    lines = (ROOT / "docs/checkpoints.md").read_text().partition("    import transformers\n")[2].splitlines()
+    lines = (
+        (ROOT / "docs/checkpoints.md")
+        .read_text()
+        .partition("    import transformers\n")[2]
+        .splitlines()
+    )
     code = itertools.takewhile(lambda line: not line or line.startswith("    "), lines)
     monkeypatch.chdir(tmp_path)
     exec("import transformers\n" + textwrap.dedent("\n".join(code)), {})

@@ -1,4 +1,6 @@
-"""hopper.py against float64 on a Hopper GPU; elsewhere: its kernels compile, and which operands it takes."""
+"""hopper.py against float64 on a Hopper GPU;
+elsewhere: its kernels compile, and which operands it takes.
+"""
 
 import contextlib
 import math
@@ -13,9 +15,11 @@ from fast import cublas, hopper
 
 GPU = torch.device("cuda", 0)
 HOPPER = torch.cuda.is_available() and hopper.available(GPU)
-on_hopper = lambda test: pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-# One tile; several tiles for every warpgroup; partial tiles in each direction; fewer rows than a warp's 32; K
-# shorter than a k-tile.
+on_hopper = lambda test: pytest.mark.gpu(
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test)
+)
+# One tile; several tiles for every warpgroup; partial tiles in each direction; fewer rows than a
+# warp's 32; K shorter than a k-tile.
 SHAPES = [(256, 192, 64), (20_000, 3072, 768), (1000, 1000, 200), (37, 72, 8)]
 SHAPES += [(8, 72, 16), (5000, 4096, 1024), (513, 200, 3072)]
 
@@ -25,9 +29,13 @@ def randn(*shape, std=1.0):
 
 
 def guarded(M, N):
-    """(an (M, N) matrix between two blocks of sevens, a function that says whether these are intact)"""
+    """(an (M, N) matrix between two blocks of sevens,
+    a function that says whether these are intact)
+    """
     flat = torch.full((M * N + 2048,), 7.0, device=GPU, dtype=torch.bfloat16)
-    return flat[1024:-1024].view(M, N), lambda: (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
+    return flat[1024:-1024].view(
+        M, N
+    ), lambda: (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
 
 
 @on_hopper
@@ -68,7 +76,8 @@ def test_derivatives(kind, M, N, K):
     out, sums = function(a, b, saved)
     exact = (a.double() @ b.double()) * slope
     assert error(out, exact) < 2.5e-3
-    assert error(sums, exact.sum(0)) < 5e-4  # summed before rounding to bf16; tanh is right to 2^-11
+    # summed before rounding to bf16; tanh is right to 2^-11
+    assert error(sums, exact.sum(0)) < 5e-4
     for _ in range(5):
         assert all(map(torch.equal, function(a, b, saved), (out, sums)))
 
@@ -80,9 +89,11 @@ def test_exponentials(M, N, K, softcap):
     a, b, vocab_size = randn(M, K), randn(N, K, std=2 / K**0.5), N - N // 9
     shifts = torch.randn(M, device=GPU) * 3
     shifts[M // 2] = float("inf")
-    low = [m for m in (1, 3, 9, 17, 27, 40, 130, M - 1) if m < M]  # in other places of a lane, warp and block
+    # in other places of a lane, warp and block
+    low = [m for m in (1, 3, 9, 17, 27, 40, 130, M - 1) if m < M]
     all_raised, some_raised = low[::2], low[1::2]
-    if softcap is None:  # so low that the sums of all tiles are above 2^60, or of about half of them
+    # so low that the sums of all tiles are above 2^60, or of about half of them
+    if softcap is None:
         shifts[all_raised], shifts[some_raised] = -300, -49.7
     out, intact = guarded(M, N)
     sums = hopper.exponentials(a, b, shifts, vocab_size, out, softcap)
@@ -91,7 +102,9 @@ def test_exponentials(M, N, K, softcap):
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     exponents = capped.detach() / math.log(2) - shifts.double()[:, None]
     exponents[:, vocab_size:] = -math.inf
-    in_tiles = lambda x, value: F.pad(x, (0, -N % hopper.BN), value=value).unflatten(1, (-1, hopper.BN))
+    in_tiles = lambda x, value: F.pad(x, (0, -N % hopper.BN), value=value).unflatten(
+        1, (-1, hopper.BN)
+    )
     tiles = in_tiles(exponents, -math.inf)
     assert torch.equal(raised > 0, torch.exp2(tiles).sum(-1) > 2**60)
     assert not raised.any() or (raised - tiles.amax(-1))[raised > 0].abs().max() < 1e-3
@@ -114,7 +127,9 @@ def test_exponentials(M, N, K, softcap):
 
 @on_hopper
 def test_exponentials_of_absurd_logits_end():
-    """Of logits so large that the rounding of their shift alone is above 2^60, and of infinite ones."""
+    """Of logits so large that the rounding of their shift alone is above 2^60,
+    and of infinite ones.
+    """
     a, b = randn(300, 64), randn(400, 64, std=0.25)
     a[:, 0], b[:, 0] = 0, 0
     a[7], b[1, 0] = 0, 754974720.0
@@ -176,7 +191,9 @@ def test_qkv_backward_takes_the_faster_way(way, monkeypatch):
     monkeypatch.setattr(cublas, "fastest", first)
     monkeypatch.setattr(linear, "QKV_WAYS", {})
     inputs, dy = (randn(2, 100, 256), randn(768, 256, std=0.1), randn(768)), randn(2, 12, 100, 64)
-    found = with_gradients(lambda *i: torch.cat(linear.QKV.apply(*i, (4, 4, 4), 64, True), 1), inputs, dy)
+    found = with_gradients(
+        lambda *i: torch.cat(linear.QKV.apply(*i, (4, 4, 4), 64, True), 1), inputs, dy
+    )
     in_float64 = lambda *i: F.linear(*i).view(2, 100, 12, 64).transpose(1, 2)
     exact = with_gradients(in_float64, [x.double() for x in inputs], dy)
     assert all(error(*pair) < bound for *pair, bound in zip(found, exact, (3e-3, 5e-3, 5e-3, 5e-3)))
@@ -222,7 +239,9 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 def test_takes(recwarn):
     wide = zeros(16, 32)
-    assert hopper.takes(wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, torch.Size([5, 8]))
+    assert hopper.takes(
+        wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, torch.Size([5, 8])
+    )
     refused = {
         "float32": zeros(16, 32, dtype=torch.float32),
         "float16": zeros(16, 32, dtype=torch.float16),
@@ -242,7 +261,9 @@ def test_takes(recwarn):
 
 
 def test_what_does_not_fit_is_an_error(monkeypatch):
-    with pytest.raises(RuntimeError, match=r"^fast.* of 16 bytes, not .*bfloat16, shape \(300, 100\).*$"):
+    with pytest.raises(
+        RuntimeError, match=r"^fast.* of 16 bytes, not .*bfloat16, shape \(300, 100\).*$"
+    ):
         hopper.tensor_map(zeros(300, 100), 32, 64)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not hopper.available.__wrapped__(torch.device("cuda", 0))

@@ -1,4 +1,6 @@
-"""Downloads from a server that plays the hub, with its faults: what comes is whole, or one line says why."""
+"""Downloads from a server that plays the hub, with its faults:
+what comes is whole, or one line says why.
+"""
 
 import json
 import time
@@ -32,7 +34,8 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # test.sh sets it for the other tests
+        # test.sh sets it for the other tests
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -68,7 +71,9 @@ def test_shards_survive_faults(hub, tmp_path):
     for name in ("fw_val_000000.bin", "fw_train_000001.bin", "fw_train_000002.bin"):
         assert (tmp_path / "d" / name).read_bytes() == files[name]
     assert not (tmp_path / "d/fw_train_000003.bin").exists()
-    asked = [(path.rpartition("/")[2], part) for how, path, part in hub.asked if how == "GET" and part]
+    asked = [
+        (path.rpartition("/")[2], part) for how, path, part in hub.asked if how == "GET" and part
+    ]
     assert ("fw_train_000001.bin", "bytes=28672-") in asked, "goes on where the connection was lost"
     verify(tmp_path / "d")
     assert TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).tokens == 60_000
@@ -78,9 +83,14 @@ def test_shards_survive_faults(hub, tmp_path):
 @pytest.mark.fault(35)
 def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
     files, settings = shards(hub), dict(dataset="me/shards", shards=True)
-    for fault, words in {503: "503 Service Unavailable", "short": "size 61024 but has size 30512"}.items():
+    for fault, words in {
+        503: "503 Service Unavailable",
+        "short": "size 61024 but has size 30512",
+    }.items():
         hub.faults = {"train_000002.bin": [fault] * 9}
-        with pytest.raises(DataError, match=f"cannot be read: .*{words}.*run the same command") as e:
+        with pytest.raises(
+            DataError, match=f"cannot be read: .*{words}.*run the same command"
+        ) as e:
             prepare(tmp_path / "d", **settings)
         assert one_line(e) and len(hub.faults["train_000002.bin"]) == 4, "five tries"
     hub.faults, hub.asked[:] = {}, []
@@ -89,10 +99,14 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     asked = {path.rpartition("/")[2] for _, path, _ in hub.asked}
     assert asked == {"main", "fw_train_000002.bin", "fw_train_000003.bin"}
     for settings in (dict(shards=True), {}):
-        with pytest.raises(DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"):
+        with pytest.raises(
+            DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"
+        ):
             prepare(tmp_path / "e", dataset="me/other", **settings)
     add(hub, "datasets/me/texts/a.jsonl", b"")
-    with pytest.raises(DataError, match="dataset=me/texts holds no .*_train_000001.bin; .*without --shards"):
+    with pytest.raises(
+        DataError, match="dataset=me/texts holds no .*_train_000001.bin; .*without --shards"
+    ):
         prepare(tmp_path / "f", dataset="me/texts", shards=True)
     shards(hub, "me/gpt2", 50257)
     with pytest.raises(DataError, match="holds other ids than bytes.s; name their"):
@@ -107,7 +121,9 @@ def test_texts_survive_faults(hub, tmp_path, streaming):
     hub.faults = {"a.jsonl": ["drop", 429, 503, "short"], "api/datasets/me/texts": [503]}
     prepare(tmp_path / "hub", dataset="me/texts", val_tokens=1000, streaming=streaming)
     assert not any(hub.faults.values())
-    train = [next((tmp_path / out).glob("*_train_000001.bin")).read_bytes() for out in ("local", "hub")]
+    train = [
+        next((tmp_path / out).glob("*_train_000001.bin")).read_bytes() for out in ("local", "hub")
+    ]
     assert train[0] == train[1]
 
 
@@ -125,13 +141,21 @@ def test_weights_survive_faults(hub, tmp_path):
     assert names == expected  # no pickle, no other format
     assert not any(hub.faults.values())
     large = dict(model_type="gpt2", vocab_size=257, n_positions=64, n_layer=3, n_head=2, n_embd=32)
-    add(hub, "models/me/large/config.json", json.dumps(large | {"layer_norm_epsilon": 1e-5}).encode())
+    add(
+        hub,
+        "models/me/large/config.json",
+        json.dumps(large | {"layer_norm_epsilon": 1e-5}).encode(),
+    )
     add(hub, "models/me/large/model.safetensors", b"never read")
     found = bench.with_shape({"init_from": "hf:me/large"})
-    assert found["n_layer"] == 3 and not any("me/large" in p and "safetensors" in p for _, p, _ in hub.asked)
+    assert found["n_layer"] == 3 and not any(
+        "me/large" in p and "safetensors" in p for _, p, _ in hub.asked
+    )
     kept = hub.folder / "models/me/gpt/model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == kept.read_bytes()
-    with pytest.raises(UserError, match="me/other: no such folder, and it cannot be downloaded") as error:
+    with pytest.raises(
+        UserError, match="me/other: no such folder, and it cannot be downloaded"
+    ) as error:
         hf.fetch("me/other")
     one_line(error)
 

@@ -1,4 +1,6 @@
-"""kernels.py: the loss in plain PyTorch, whole and in chunks, against float64; the choice of a kernel."""
+"""kernels.py: the loss in plain PyTorch, whole and in chunks, against float64;
+the choice of a kernel.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from settings import GPTConfig
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """in_chunks(rows, V): the logits of `rows` tokens fit, of which a power of two is computed at a time."""
+    """in_chunks(rows, V): the logits of `rows` tokens fit,
+    of which a power of two is computed at a time.
+    """
     return lambda rows, V: monkeypatch.setattr(fast, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
@@ -57,7 +61,9 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone(in_chunks, monkeypatch):
+def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone(
+    in_chunks, monkeypatch
+):
     """16 MiB of logits at once, or in 16 chunks, of which one at a time is held."""
     seen, plain = [], kernels.plain_cross_entropy
     monkeypatch.setattr(kernels, "plain_cross_entropy", lambda *a: seen.append(0) or plain(*a))
@@ -79,8 +85,14 @@ def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone
 
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
-    """The weight's gradient of 512 chunks under autocast has no larger error than of all tokens at once."""
-    x, head, targets = torch.randn(2, 256, 16), nn.Linear(16, 40, bias=False), torch.randint(0, 40, (2, 256))
+    """The weight's gradient of 512 chunks under autocast has no larger
+    error than of all tokens at once.
+    """
+    x, head, targets = (
+        torch.randn(2, 256, 16),
+        nn.Linear(16, 40, bias=False),
+        torch.randint(0, 40, (2, 256)),
+    )
 
     def gradient(rows, low):
         in_chunks(rows, 40)
@@ -94,7 +106,9 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
 
 
 def test_chunks_compiled_share_a_graph(in_chunks, compiler):
-    """The compiled head makes one graph for all chunks, two or eight, and no more operators; results stay."""
+    """The compiled head makes one graph for all chunks, two or eight, and no more operators;
+    results stay.
+    """
     cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
     head = models.Head(cfg)
     x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
@@ -108,13 +122,17 @@ def test_chunks_compiled_share_a_graph(in_chunks, compiler):
         for _ in range(2):
             own, _ = head(x, targets, "mean")
             torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
-            torch.testing.assert_close(torch.autograd.grad(own, [x, head.weight]), refs, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                torch.autograd.grad(own, [x, head.weight]), refs, rtol=1e-4, atol=1e-6
+            )
         assert counters["stats"]["unique_graphs"] == 3  # of the count, of every chunk, of the mean
         captured.append(counters["stats"]["calls_captured"])
     assert captured[0] == captured[1] > 0
     with torch.no_grad():
         for reduction in ("none", "rows"):  # of as many targets in each row
-            torch.testing.assert_close(head(x, targets, reduction)[0].mean(), loss, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                head(x, targets, reduction)[0].mean(), loss, rtol=1e-6, atol=0
+            )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "rows", "none"])

@@ -31,7 +31,13 @@ def data(tmp_path):
         paths.append(write_shard(tmp_path / f"d/x_train_{i + 1:06d}.bin", part))
     paths.append(write_shard(tmp_path / "d/x_val_000000.bin", stream[:203]))
     shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
-    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
+    manifest = {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot": 256,
+        "dtype": "uint16",
+        "shards": shards,
+    }
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
     return tmp_path / "d", stream
 
@@ -56,7 +62,10 @@ def test_damaged_shards(data):
         (b"abcd" + good[4:], "magic 1684234849, .* llm.c's header.*; name it train.bin or val.bin"),
         (int32(20240520, 2) + good[8:], "version 2, .* expected llm.c's header"),
         (int32(20240801) + good[4:], "magic 20240801, version 1, .* expected llm.c's header"),
-        (int32(20240801, 7, 307) + bytes(1012 + 4 * 307), "found 307 uint32 tokens, expected .* uint16"),
+        (
+            int32(20240801, 7, 307) + bytes(1012 + 4 * 307),
+            "found 307 uint32 tokens, expected .* uint16",
+        ),
         (good[:8] + int32(-5) + good[12:], "version 1, -5 tokens"),
         (good[:8] + int32(2**31 - 1) + good[12:], "expected .* and 4294968318 bytes"),
     ]:
@@ -93,8 +102,13 @@ def test_other_shards_than_the_manifests(data):
     with pytest.raises(DataError, match="x_train_000003.bin is damaged: found no file"):
         verify(folder)
     write_shard(folder / "x_val_000009.bin", range(99))
-    for split, words in (("train", "_train_000003.bin is missing"), ("val", "_val_000009.bin is not one of")):
-        with pytest.raises(DataError, match=f"manifest.json lists the shards, and x{words}") as error:
+    for split, words in (
+        ("train", "_train_000003.bin is missing"),
+        ("val", "_val_000009.bin is not one of"),
+    ):
+        with pytest.raises(
+            DataError, match=f"manifest.json lists the shards, and x{words}"
+        ) as error:
             TokenLoader(folder, split, 4, 16)
         one_line(error)
     (folder / "manifest.json").write_text("{")
@@ -103,7 +117,10 @@ def test_other_shards_than_the_manifests(data):
 
 
 def test_the_last_word_before_the_number_is_the_split():
-    assert split_of("my_train_val_000000.bin") == "val" and split_of("a_val_train_000001.bin") == "train"
+    assert (
+        split_of("my_train_val_000000.bin") == "val"
+        and split_of("a_val_train_000001.bin") == "train"
+    )
     assert split_of("tiny_shakespeare_train.bin") == "train"  # llm.c's
     assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
@@ -119,7 +136,14 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
     assert TokenLoader(tmp_path, "val", 1, 32).tokens == 100
     second = tmp_path / "edufineweb_train_000002.npy"
     good = second.read_bytes()
-    for content in (good[:-2], good + b"x", b"", np.zeros((2, 5), np.uint16), stream, np.array([object()])):
+    for content in (
+        good[:-2],
+        good + b"x",
+        b"",
+        np.zeros((2, 5), np.uint16),
+        stream,
+        np.array([object()]),
+    ):
         second.write_bytes(content) if isinstance(content, bytes) else np.save(second, content)
         with pytest.raises(DataError, match="edufineweb_train_000002.npy is damaged"):
             TokenLoader(tmp_path, "train", 1, 32)
@@ -131,7 +155,13 @@ def test_no_data(data, tmp_path):
     nothing = "no such folder: .*absent; make the data with python fineweb.py"
     for folder_, T, vocab_size, batch_tokens, words in [
         (tmp_path / "absent", 16, 257, 0, nothing),
-        (folder, 16, 257, 4096, "has 1,000 tokens, expected 4,096 for a global batch.* --batch_tokens"),
+        (
+            folder,
+            16,
+            257,
+            4096,
+            "has 1,000 tokens, expected 4,096 for a global batch.* --batch_tokens",
+        ),
         (folder, 16, 100, 0, "vocab_size=100 is below the tokenizer's; try --vocab_size=257"),
         (folder, 1000, 257, 0, "has 1,000 tokens, .* each folder 1,001 for a row; .* --block_size"),
     ]:
@@ -155,10 +185,14 @@ def test_nanogpt_files(data, tmp_path):
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
     for content in (b"x" * 2001, b""):
         (tmp_path / "train.bin").write_bytes(content)
-        with pytest.raises(DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"):
+        with pytest.raises(
+            DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"
+        ):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
-    with pytest.raises(DataError, match="holds train.bin and x_train_000001.bin; keep one kind") as error:
+    with pytest.raises(
+        DataError, match="holds train.bin and x_train_000001.bin; keep one kind"
+    ) as error:
         TokenLoader(tmp_path, "train", 2, 8)
     assert one_line(error)
 
@@ -215,11 +249,17 @@ ORDERS = [{}, {"align": True}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "align":
 @pytest.mark.parametrize("T", [7, 16, 999])
 def test_a_global_batch_is_the_naive_one_for_any_ranks_and_batch_size(data, order, T):
     folder, stream = data
-    expected = take(naive_rows(stream, T, order.get("shuffle_seed"), order.get("align", False)), 24 * 8)
+    expected = take(
+        naive_rows(stream, T, order.get("shuffle_seed"), order.get("align", False)), 24 * 8
+    )
     for world, B in [(1, 24), (1, 4), (2, 12), (2, 3), (3, 2), (8, 1)]:
-        loaders = [TokenLoader(folder, "train", B, T, rank, world, 257, **order) for rank in range(world)]
+        loaders = [
+            TokenLoader(folder, "train", B, T, rank, world, 257, **order) for rank in range(world)
+        ]
         steps = 24 * 8 // (B * world)
-        rows = np.stack([read_rows(loader, steps).reshape(steps, B, T + 1) for loader in loaders], 1)
+        rows = np.stack(
+            [read_rows(loader, steps).reshape(steps, B, T + 1) for loader in loaders], 1
+        )
         assert np.array_equal(rows.reshape(-1, T + 1), expected)
         for loader in loaders:
             assert loader.state_dict()["rows"] == 24 * 8 and loader.tokens == 1000
@@ -291,7 +331,9 @@ def test_a_pipe_is_no_shard(data, split):
 @pytest.mark.fault(89)
 @pytest.mark.parametrize("listed", [True, False])
 def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
-    """Two shards swapped, another order of a text, another validation shard; a copy is the same data."""
+    """Two shards swapped, another order of a text, another validation shard;
+    a copy is the same data.
+    """
     folder, stream = data
     paths = sorted(folder.glob("*_train_*"))
     if not listed:
@@ -319,7 +361,9 @@ def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
     for name, ways in changes.items():
         for change in ways:
             change()
-            with pytest.raises(DataError, match=f"is not the data of the checkpoint: {name} 2:.*, not 2:"):
+            with pytest.raises(
+                DataError, match=f"is not the data of the checkpoint: {name} 2:.*, not 2:"
+            ):
                 resume(folder, state)
             assert f"({name} 2:" in resume(folder, state, change=True)[0][0]
             for path, content in kept.items():
@@ -378,7 +422,10 @@ def test_a_change_of_the_order_says_what_is_read_again_and_what_is_left_out(data
     seen, later = set(read(40, shuffle_seed=1)), read(epoch, shuffle_seed=2)[40:]
     again = sum(row in seen for row in later)
     assert 0 < again < len(later) == epoch - 40
-    said = f"goes on at row 40 of {epoch}; of the {epoch - 40} left in this epoch {again} were read already"
+    said = (
+        f"goes on at row 40 of {epoch}; of the {epoch - 40} left in this epoch "
+        f"{again} were read already"
+    )
     assert said in words and "shuffle_seed 2, not 1" in words
     plain = {**state, "shuffle_seed": None}
     [words], rows = resume(folder, plain, change=True, T=20)

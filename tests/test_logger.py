@@ -32,7 +32,9 @@ def make(tmp_path, log_interval=1, settings=None, **options):
 
 
 def take(log, step, seconds, loss=3.0, norm=1.0, **extras):
-    """A step of 1,000 tokens and so many seconds; the last figure is the time of the step before."""
+    """A step of 1,000 tokens and so many seconds;
+    the last figure is the time of the step before.
+    """
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
     means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
@@ -45,7 +47,8 @@ def lines(tmp_path):
 
 def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
     log = make(tmp_path)
-    for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):  # a resumed run, whose first step compiles
+    # a resumed run, whose first step compiles
+    for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):
         take(log, step, seconds)
     ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if "eta" in line]
     assert ends == ["n/a", "04:09", "04:08"]
@@ -57,9 +60,12 @@ def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_pa
 def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path, graph, expected):
     log = make(tmp_path, settings=dict(cuda_graph=graph, max_seconds=100.0))
     assert log.elapsed(3) == 0
-    for step, seconds in enumerate((60.0, 1.0, 1.0, 30.0, 1.0, 1.0), 1):  # compiles; captures in the fourth
+    # compiles; captures in the fourth
+    for step, seconds in enumerate((60.0, 1.0, 1.0, 30.0, 1.0, 1.0), 1):
         take(log, step, seconds)
-    assert log.elapsed(6) == pytest.approx(expected) and log.elapsed(7) == pytest.approx(expected * 7 / 6)
+    assert log.elapsed(6) == pytest.approx(expected) and log.elapsed(7) == pytest.approx(
+        expected * 7 / 6
+    )
 
 
 def test_a_run_of_days_is_told_once(tmp_path, capsys):
@@ -67,7 +73,10 @@ def test_a_run_of_days_is_told_once(tmp_path, capsys):
     for step in (1, 2, 3):
         take(log, step, 600.0)
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(found) == 1 and "takes about 7 days on this machine; try a smaller --max_steps" in found[0]
+    assert (
+        len(found) == 1
+        and "takes about 7 days on this machine; try a smaller --max_steps" in found[0]
+    )
 
 
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
@@ -98,7 +107,9 @@ def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
     log = make(tmp_path)
     log.saved(step, tmp_path)
     log.close(step, step < 1000)
-    assert f"{step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
+    assert (
+        f"{step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
+    )
 
 
 def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
@@ -137,9 +148,15 @@ class FailingWandb:
 def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
     given = []
     run = SimpleNamespace(id="1", define_metric=lambda *names, **options: None)
-    init = lambda **options: given.append([options[key] for key in ("project", "name", "dir")]) or run
+    init = lambda **options: (
+        given.append([options[key] for key in ("project", "name", "dir")]) or run
+    )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for own in ({}, dict(WANDB_PROJECT="ours", WANDB_NAME="gate", WANDB_DIR="/tmp"), dict(WANDB_PROJECT="")):
+    for own in (
+        {},
+        dict(WANDB_PROJECT="ours", WANDB_NAME="gate", WANDB_DIR="/tmp"),
+        dict(WANDB_PROJECT=""),
+    ):
         for key in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
             monkeypatch.delenv(key, raising=False)
         for key, value in own.items():
@@ -153,7 +170,10 @@ def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
     log = make(tmp_path, wandb=True)
-    assert "wandb is off (ConnectionError: ConnectionError); log.jsonl goes on" in capsys.readouterr().out
+    assert (
+        "wandb is off (ConnectionError: ConnectionError); log.jsonl goes on"
+        in capsys.readouterr().out
+    )
     log.wandb = FailingWandb()
     log.close(1, False)
     assert "wandb is off (RuntimeError: RuntimeError)" in capsys.readouterr().out
@@ -204,7 +224,9 @@ def test_a_narrow_terminal_gets_shorter_lines_and_a_pipe_whole_ones(tmp_path, mo
 
 
 def train_without_a_reader(words):
-    """For ranks.attempt: train.py on an ASCII console whose reader is gone, such as a tee that died."""
+    """For ranks.attempt: train.py on an ASCII console whose reader is gone,
+    such as a tee that died.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
@@ -238,7 +260,10 @@ def test_a_folder_that_is_removed_under_a_run_is_made_again_and_it_is_told(
 
     monkeypatch.setattr(Logger, "step", step)
     found = train_here(data_dir, tmp_path / "run", max_steps=5, save_interval=save_interval)
-    assert "run was removed or moved while this run went on; it is made again" in capsys.readouterr().out
+    assert (
+        "run was removed or moved while this run went on; it is made again"
+        in capsys.readouterr().out
+    )
     assert found[-1]["kind"] == "done" and (tmp_path / "run/source.json").exists()
     steps = [folder.name[-1] for folder in checkpoint_folders.folders(tmp_path / "run")]
     assert steps == (["4", "5"] if save_interval else [])

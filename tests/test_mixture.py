@@ -1,4 +1,6 @@
-"""mixture.py and the loader: folders by weight, in one order for any number of ranks, resumed exactly."""
+"""mixture.py and the loader: folders by weight, in one order for any number of ranks,
+resumed exactly.
+"""
 
 import itertools
 import json
@@ -8,7 +10,15 @@ import numpy as np
 import pytest
 import ranks
 from compare import same_end
-from conftest import flags, one_line, read_rows, stdlib_bytes, train_here, train_in_rank, write_shard
+from conftest import (
+    flags,
+    one_line,
+    read_rows,
+    stdlib_bytes,
+    train_here,
+    train_in_rank,
+    write_shard,
+)
 
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader
@@ -19,9 +29,11 @@ from system.files import digest
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens each.
+    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens
+    each.
 
-    Those of a are two documents, of the others one, whatever Python's own source has at these places.
+    Those of a are two documents, of the others one, whatever Python's own source has at these
+    places.
     """
     root, tokens = tmp_path_factory.mktemp("three"), stdlib_bytes(14_000)
     for i, (name, n) in enumerate([("a", 6000), ("b", 1500), ("c", 3001)]):
@@ -33,7 +45,13 @@ def three(tmp_path_factory):
         paths = [write_shard(root / name / "x_val_000000.bin", held_out)]
         paths += [write_shard(root / name / "x_train_000001.bin", tokens[3000 * i :][:n])]
         shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
-        manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "dtype": "uint16", "shards": shards}
+        manifest = {
+            "tokenizer": "bytes",
+            "vocab_size": 257,
+            "eot": 256,
+            "dtype": "uint16",
+            "shards": shards,
+        }
         (root / name / "manifest.json").write_text(json.dumps(manifest))
     return root
 
@@ -78,7 +96,8 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     data_dir, T = mix(three, a=0.5, b=0.3, c=0.2), 16
     alone = {name: TokenLoader(three / name, "train", 1, T, **order) for name in "abc"}
     turns = itertools.cycle("abc"[k] for k, _ in mixture.turns([5, 3, 2]))
-    expected = np.concatenate([read_rows(alone[next(turns)], 1) for _ in range(720)])  # two epochs of b
+    # two epochs of b
+    expected = np.concatenate([read_rows(alone[next(turns)], 1) for _ in range(720)])
     for world, B in [(1, 6), (2, 3), (3, 1)]:
         parts = []
         for rank in range(world):
@@ -92,14 +111,18 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     assert np.array_equal(read_rows(again, 120), expected[240:])
     again.close()
     other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
-    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"):
+    with pytest.raises(
+        DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"
+    ):
         other.load_state_dict(state)
     for loader in alone.values():
         loader.close()
 
 
 def test_one_folder_is_that_folder(three):
-    alone, mixed = (TokenLoader(d, "train", 4, 16, shuffle_seed=1) for d in (three / "a", f"{three}/a:0.3"))
+    alone, mixed = (
+        TokenLoader(d, "train", 4, 16, shuffle_seed=1) for d in (three / "a", f"{three}/a:0.3")
+    )
     assert np.array_equal(read_rows(alone, 120), read_rows(mixed, 120))
     assert alone.state_dict() == mixed.state_dict()
     alone.close(), mixed.close()
@@ -120,18 +143,24 @@ def test_folders_that_do_not_go_together(three, tmp_path):
 
 
 @pytest.mark.fault(85)
-def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path, capsys):
+def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(
+    three, tmp_path, capsys
+):
     data_dir = mix(three, a=3, b=1)
     settings = dict(eval_interval=2, max_steps=4, save_interval=2, shuffle_seed=1, vocab_size=600)
     log = train_here(data_dir, tmp_path / "one", **settings)
     said = capsys.readouterr().out
     assert f"{three}/a: 75.0% of the rows, 0.26 epochs" in said
-    assert "vocab_size=600 is more than the 257 ids of the data's tokenizer; try --vocab_size=257" in said
+    assert (
+        "vocab_size=600 is more than the 257 ids of the data's tokenizer; try --vocab_size=257"
+        in said
+    )
     val = [line for line in log if line["kind"] == "val"]
     for line in val:
         a, b = (part["loss"] for part in line["folders"].values())
         assert line["loss"] == pytest.approx(0.75 * a + 0.25 * b) and a != b
-    line = f"val 4 | loss {val[-1]['loss']:.4f} | {three}/a: loss {a:.4f} ±"  # b has one document to compare
+    # b has one document to compare
+    line = f"val 4 | loss {val[-1]['loss']:.4f} | {three}/a: loss {a:.4f} ±"
     assert line in said and f" | {three}/b: loss {b:.4f} | " in said
     given = settings | {"max_steps": 6, "resume": tmp_path / "one/step_00000002"}
     words = flags(data_dir, tmp_path / "one", **given)

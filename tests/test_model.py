@@ -1,4 +1,6 @@
-"""model.py: sizes and FLOPs as published and as counted, padding without effect, every variant trains."""
+"""model.py: sizes and FLOPs as published and as counted, padding without effect,
+every variant trains.
+"""
 
 import math
 from dataclasses import replace
@@ -21,7 +23,8 @@ SIZES = [  # n_layer, n_head, n_embd, other settings; parameters
     (24, 16, 1024, {}, 354_823_168),
     (36, 20, 1280, {}, 774_030_080),
     (48, 25, 1600, {}, 1_557_611_200),
-    (32, 32, 4096, dict(LLAMA3, n_hidden=14_336, tie_embeddings=False), 8_030_261_248),  # the model cards'
+    # the model cards'
+    (32, 32, 4096, dict(LLAMA3, n_hidden=14_336, tie_embeddings=False), 8_030_261_248),
     (80, 64, 8192, dict(LLAMA3, n_hidden=28_672, tie_embeddings=False), 70_553_706_496),
     (16, 32, 2048, dict(LLAMA3, n_hidden=8_192), 1_235_814_400),
 ]
@@ -74,25 +77,32 @@ def test_variants_train_and_see_no_later_position(changes):
     y = x.clone()
     y[:, 9:] = ids(cfg, seed=5)[:, 9:]
     a, b = model.logits(x), model.logits(y)
-    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=0)  # the same arithmetic on the same numbers
+    # the same arithmetic on the same numbers
+    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=0)
     assert (a[:, 9:] - b[:, 9:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("every, layers", [(1, [0, 1, 2]), (2, [0, 2]), (3, [2]), (9, [2])])
 def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
     cfg = small(n_layer=3, n_kv_head=2)
-    with_tables, without = (build(replace(cfg, value_embeddings=n), CPU, seed=0) for n in (every, 0))
+    with_tables, without = (
+        build(replace(cfg, value_embeddings=n), CPU, seed=0) for n in (every, 0)
+    )
     x, tables = ids(cfg), {i: block.attn.values for i, block in enumerate(with_tables.blocks)}
     tables = {i: module.weight for i, module in tables.items() if hasattr(module, "weight")}
-    assert [*tables] == layers and all(table.shape == (cfg.padded_vocab, 16) for table in tables.values())
+    assert [*tables] == layers and all(
+        table.shape == (cfg.padded_vocab, 16) for table in tables.values()
+    )
     without.load_state_dict(with_tables.state_dict(), strict=False)
-    torch.testing.assert_close(with_tables.logits(x), without.logits(x), rtol=0, atol=0)  # they start at zero
+    # they start at zero
+    torch.testing.assert_close(with_tables.logits(x), without.logits(x), rtol=0, atol=0)
     for i, table in tables.items():
         torch.nn.init.normal_(table)
         h, one, other = torch.randn(2, 16, 32), with_tables.blocks[i].attn, without.blocks[i].attn
         one.core = other.core = lambda q, k, v, *_: v.repeat_interleave(2, dim=1)
         one.proj = other.proj = torch.nn.Identity()
-        rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)  # (B, T, C)
+        # (B, T, C)
+        rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)
         torch.testing.assert_close(one(h, x, None), other(h, x, None) + rows)
 
 
@@ -102,9 +112,12 @@ def test_rope_turns_half_of_a_head_and_a_key_has_a_quarter_of_the_one_before():
     q, k = torch.randn(2, 3, 4, 16, 8)
     turned, keys = rope(q, k, one, one, None)
     still = [2, 3, 6, 7]  # the pairs of dimensions 2 and 6, 3 and 7
-    assert torch.equal(turned[..., still], q[..., still]) and torch.equal(keys[..., [2, 3]], k[..., [2, 3]])
+    assert torch.equal(turned[..., still], q[..., still]) and torch.equal(
+        keys[..., [2, 3]], k[..., [2, 3]]
+    )
     assert torch.equal(keys[:, :, 1:, 6:], k[:, :, :-1, 6:]) and not keys[:, :, 0, 6:].any()
-    whole = build(small(head_dim=4, **LLAMA), CPU, seed=0).blocks[0].attn.rope  # the other half is as it was
+    # the other half is as it was
+    whole = build(small(head_dim=4, **LLAMA), CPU, seed=0).blocks[0].attn.rope
     half = [0, 1, 4, 5]
     for mine, theirs in zip((turned, keys), whole(q[..., half], k[..., half], one, one, None)):
         torch.testing.assert_close(mine[..., half], theirs)
@@ -116,8 +129,13 @@ def test_attention_gate_scales_each_head_by_its_number(width):
     gated, plain = (build(replace(cfg, attention_gate=on), CPU, seed=0) for on in (True, False))
     x = ids(cfg)
     plain.load_state_dict(gated.state_dict(), strict=False)
-    torch.testing.assert_close(gated.logits(x), plain.logits(x), rtol=0, atol=0)  # they start at one
-    one, other, h = gated.blocks[0].attn, plain.blocks[0].attn, torch.randn(2, cfg.block_size, width)
+    # they start at one
+    torch.testing.assert_close(gated.logits(x), plain.logits(x), rtol=0, atol=0)
+    one, other, h = (
+        gated.blocks[0].attn,
+        plain.blocks[0].attn,
+        torch.randn(2, cfg.block_size, width),
+    )
     one.proj = other.proj = torch.nn.Identity()
     weight = torch.nn.init.normal_(one.gate.weight).view(cfg.n_head, -1)
     scale = 2 / (1 + torch.exp(-(h[:, :, None, :16] * weight).sum(-1)))  # (B, T, H)
@@ -185,7 +203,9 @@ def test_sizes_as_published(n_layer, n_head, n_embd, more, expected):
 
 
 def test_initial_weights():
-    cfg = GPTConfig(vocab_size=1000, block_size=128, n_layer=8, n_head=4, n_embd=256, tie_embeddings=False)
+    cfg = GPTConfig(
+        vocab_size=1000, block_size=128, n_layer=8, n_head=4, n_embd=256, tie_embeddings=False
+    )
     model, again, other = (build(cfg, CPU, seed) for seed in (0, 0, 1))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))
     assert not torch.equal(model.wte.weight, other.wte.weight)
@@ -194,7 +214,8 @@ def test_initial_weights():
             assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name
             continue
         expected = 0.02 / math.sqrt(2 * 8) if name.endswith("proj.weight") else 0.02
-        # of n numbers the standard deviation scatters by 1/sqrt(2n): 0.4% for the smallest here, n = 32,768
+        # of n numbers the standard deviation scatters by 1/sqrt(2n): 0.4% for the smallest here, n
+        # = 32,768
         assert abs(p.std().item() / expected - 1) < 0.02, name
         assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
 
@@ -208,7 +229,9 @@ def test_a_parameter_without_an_initial_value_is_named(monkeypatch):
             self.alpha = torch.nn.Parameter(torch.ones(1))
 
     monkeypatch.setattr(models, "Block", Scaled)
-    with pytest.raises(UserError, match="model.py: blocks.0.alpha has no initial value: reset_parameters"):
+    with pytest.raises(
+        UserError, match="model.py: blocks.0.alpha has no initial value: reset_parameters"
+    ):
         build(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=100), CPU, seed=0)
 
 
@@ -234,7 +257,9 @@ def test_a_shorter_sequence_is_a_prefix_and_a_longer_one_an_error(family):
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_positions_are_rows_of_the_tables(family):
-    """Those of the tokens in their sequences, wherever they stand in the batch; None: 0 to T - 1."""
+    """Those of the tokens in their sequences, wherever they stand in the batch;
+    None: 0 to T - 1.
+    """
     model = randomized(small(**family)).eval()
     x, at = ids(model.cfg, T=7), torch.tensor([2, 3, 5, 8, 13, 14, 15])
     exact = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -243,7 +268,9 @@ def test_positions_are_rows_of_the_tables(family):
     assert (found - model.logits(x))[:, 1:].abs().max() > 1e-3
     with torch.no_grad():
         for table in (
-            [model.blocks[0].attn.rope.cos, model.blocks[0].attn.rope.sin] if family else [model.wpe.weight]
+            [model.blocks[0].attn.rope.cos, model.blocks[0].attn.rope.sin]
+            if family
+            else [model.wpe.weight]
         ):
             table[:7] = table[at].clone()
     exact(found, model.logits(x))

@@ -20,7 +20,8 @@ from settings import Config
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
-ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compile: starts in seconds
+# nothing to compile: starts in seconds
+ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")
 
 
 @pytest.mark.parametrize("fault, codes, line", [
@@ -30,7 +31,9 @@ ON_GPUS = dict(device="cuda", precision="bf16", ops="torch")  # nothing to compi
     ("full", [2, 2], r"error: rank 1: out of memory: .*; try "),
 ])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
-def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+def test_a_fault_of_one_rank_on_nccl_is_told_once_and_ends_all(
+    data_dir, tmp_path, fault, codes, line
+):
     settings = dict(ON_GPUS, timeout_s=6 if fault == "hangs" else 60)
     done = attempt(2, fault, 1, 6, data_dir, tmp_path / "run", grace=5, **settings)
     check_told(done, fault, codes, line)
@@ -54,7 +57,9 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 def proof_in_rank(words):
-    """`prove` on a narrow model of all layers, whose GEMMs are not in TF32, which rounds otherwise."""
+    """`prove` on a narrow model of all layers, whose GEMMs are not in TF32,
+    which rounds otherwise.
+    """
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)

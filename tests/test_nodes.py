@@ -1,4 +1,6 @@
-"""Several nodes: a torchrun for each, two of them on this machine, and docs/operations.md's SLURM script."""
+"""Several nodes: a torchrun for each, two of them on this machine,
+and docs/operations.md's SLURM script.
+"""
 
 import inspect
 import os
@@ -15,8 +17,9 @@ from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT
 from test_signals import children, wait_for
 
-# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process ids, for the
-# signal that SLURM would send at the end of the job's time; scontrol notes the job that it is to queue again.
+# Stand-ins for SLURM's commands: srun runs its command once for each node and notes the process
+# ids, for the signal that SLURM would send at the end of the job's time; scontrol notes the job
+# that it is to queue again.
 SRUN = """
 for node in $(seq $SLURM_NNODES); do "$@" & echo $! >> $HERE/pids; done
 code=0
@@ -32,7 +35,8 @@ esac
 
 
 def start_nodes(words, logs, each=1, numbered=False):
-    """Two torchruns of `each` ranks, which write into `logs`; numbered: else a rendezvous numbers them.
+    """Two torchruns of `each` ranks, which write into `logs`; numbered: else a rendezvous numbers
+    them.
 
     Each node sees as many GPUs, if there are enough.
     """
@@ -40,11 +44,19 @@ def start_nodes(words, logs, each=1, numbered=False):
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
     if not numbered:
         meet = [f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={each}"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--nproc_per_node={each}",
+    ]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     running = []
     for node, log in enumerate(logs):
-        env = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[node * each : (node + 1) * each])}
+        env = ranks.environment() | {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus[node * each : (node + 1) * each])
+        }
         with open(log, "w") as file:
             command = [*start, *meet[node].split(), "train.py", *words]
             running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file))
@@ -90,7 +102,9 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
 
 
 def check_a_lost_node(data_dir, tmp_path, rel, **settings):
-    """Two nodes of two ranks, of which one is killed: the other ends; then both, and one alone, go on."""
+    """Two nodes of two ranks, of which one is killed: the other ends;
+    then both, and one alone, go on.
+    """
     settings = SHORT | dict(schedule="constant", sample_interval=0, keep_last=10**6) | settings
     both = dict(parallel="hsdp", shard_size=2)
     one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]
@@ -106,7 +120,8 @@ def check_a_lost_node(data_dir, tmp_path, rel, **settings):
         for process in running:
             process.kill()
     causes = re.findall(r"^(?:error: .*lost .*rank|rank .*store is gone).*$", said, re.M)
-    assert code == 1 and len(causes) in (1, 2), said  # 2: the store was lost too, so that each rank tells
+    # 2: the store was lost too, so that each rank tells
+    assert code == 1 and len(causes) in (1, 2), said
     expected = losses(read_log(one))
     same = lambda folder, steps: [losses(read_log(folder))[step] for step in steps]
     assert same(cut, expected) == pytest.approx([*expected.values()], rel=rel)
@@ -153,22 +168,30 @@ def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir
     script = slurm_script()
     assert script.count("config/gpt2_124m.py --out_dir=$out --batch_size=16") == 1
     script = script.replace("out=out/gpt2_124m\n", f"out={tmp_path}/run\n")
-    script = script.replace("config/gpt2_124m.py --out_dir=$out --batch_size=16", " ".join([name, *words]))
-    slurm = dict(SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NODELIST="node[1-2]", HERE=str(tmp_path))
+    script = script.replace(
+        "config/gpt2_124m.py --out_dir=$out --batch_size=16", " ".join([name, *words])
+    )
+    slurm = dict(
+        SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NODELIST="node[1-2]", HERE=str(tmp_path)
+    )
     slurm |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID=str(ranks.free_port()))
 
     def job():
         (tmp_path / "pids").unlink(missing_ok=True)
         with open(tmp_path / "log", "a") as log:
             env = ranks.environment() | slurm
-            return subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=env, stdout=log, stderr=log)
+            return subprocess.Popen(
+                ["bash", "-c", script], cwd=ROOT, env=env, stdout=log, stderr=log
+            )
 
     first = job()
     wait_for(lambda: "step 100/800 |" in (tmp_path / "log").read_text())
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
     assert first.wait(300) != 0
-    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (tmp_path / "log").read_text()
+    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (
+        tmp_path / "log"
+    ).read_text()
     assert job().wait(300) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "requeued").read_text().count("\n") == 1
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 801))

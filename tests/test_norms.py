@@ -1,4 +1,5 @@
-"""run/norms.py: the RMS of weights, gradients and updates against a plain computation, and what is logged.
+"""run/norms.py: the RMS of weights, gradients and updates against a plain computation, and what is
+logged.
 
 tests/test_parallel.py compares them over ranks, in every mode, with those of one process.
 """
@@ -45,7 +46,8 @@ def test_each_matrix_has_its_own(data_dir, tmp_path, monkeypatch, settings):
     [line] = [line for line in log if line["kind"] == "norms"]
     assert line["step"] == 3
     before, after = (load_checkpoint(tmp_path / f"step_0000000{n}")[0]["model"] for n in (2, 3))
-    sizes = {"qkv": ["q", 2, "k", 1, "v", 1], "gate_up": ["gate", 1, "up", 1]}  # in shares of the rows
+    # in shares of the rows
+    sizes = {"qkv": ["q", 2, "k", 1, "v", 1], "gate_up": ["gate", 1, "up", 1]}
     expected = {kind: {} for kind in ("weight", "gradient", "update")}
     for name, weight in before.items():
         if weight.dim() < 2:
@@ -78,7 +80,9 @@ def test_off_it_copies_nothing_and_a_stack_is_one_matrix():
     model.frozen = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
     model.vector = torch.nn.Parameter(torch.ones(4))
     assert norms.Norms(model, Config(), None).matrices == {}
-    log = SimpleNamespace(with_step={}, record=lambda *where, **lines: recorded.append((where, lines)))
+    log = SimpleNamespace(
+        with_step={}, record=lambda *where, **lines: recorded.append((where, lines))
+    )
     found, recorded = norms.Norms(model, Config(norms_interval=2), log), []
     for step in (1, 2):
         with found.around_update(step):  # without a gradient, as of an expert without tokens
@@ -88,7 +92,9 @@ def test_off_it_copies_nothing_and_a_stack_is_one_matrix():
     [(where, lines)] = recorded
     assert where == ("norms", 2)
     expected = dict(weight=math.sqrt(2), gradient=0.0, update=math.sqrt(1 / 3))
-    assert {kind: values["stack"] for kind, values in lines.items()} == pytest.approx(expected, rel=1e-3)
+    assert {kind: values["stack"] for kind, values in lines.items()} == pytest.approx(
+        expected, rel=1e-3
+    )
     assert all(len(values) == 1 for values in lines.values())
 
 
@@ -96,13 +102,17 @@ def test_a_step_whose_loss_is_not_finite_is_measured(data_dir, tmp_path):
     with pytest.raises(UserError, match="is (nan|inf)"):
         train_here(data_dir, tmp_path, norms_interval=1, lr=1e30, clip=None)
     log = read_log(tmp_path)
-    steps = {kind: [line["step"] for line in log if line["kind"] == kind] for kind in ("train", "norms")}
+    steps = {
+        kind: [line["step"] for line in log if line["kind"] == kind] for kind in ("train", "norms")
+    }
     assert steps["norms"] == steps["train"] and None in log[-2]["gradient"].values()
 
 
 def test_in_wandb_by_kind_and_matrix(data_dir, tmp_path, monkeypatch):
     sent = []
-    run = SimpleNamespace(id="1", log=sent.append, define_metric=lambda *a, **k: None, finish=lambda: None)
+    run = SimpleNamespace(
+        id="1", log=sent.append, define_metric=lambda *a, **k: None, finish=lambda: None
+    )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
     train_here(data_dir, tmp_path, norms_interval=2, max_steps=2, wandb=True)
     [line] = [line for line in sent if "norms/gradient/wte" in line]

@@ -1,7 +1,9 @@
-"""Checkpoints of earlier versions, which they wrote themselves (fixtures/write.py), are resumed and go on.
+"""Checkpoints of earlier versions, which they wrote themselves (fixtures/write.py), are resumed and
+go on.
 
-What goes on is compared with the losses that the earlier version computed in the same steps: by a relative
-1e-5, and with 8-bit moments, whose rounding is drawn, by 1e-4. On the CPU that wrote them they are equal.
+What goes on is compared with the losses that the earlier version computed in the same steps: by a
+relative 1e-5, and with 8-bit moments, whose rounding is drawn, by 1e-4. On the CPU that wrote them
+they are equal.
 """
 
 import importlib.util
@@ -35,7 +37,9 @@ def goes_on(folder, name, count, **changes):
     out = folder / name
     done = ranks.run(count, write.words(folder, name, out_dir=out, resume="auto", **changes))
     assert done.returncode == 0, done.stderr + done.stdout
-    expected = {line["step"]: line["loss"] for line in json.loads((folder / f"{name}.json").read_text())}
+    expected = {
+        line["step"]: line["loss"] for line in json.loads((folder / f"{name}.json").read_text())
+    }
     found = {line["step"]: line["loss"] for line in read_log(out) if line["kind"] == "train"}
     assert found.keys() == {4, 5, 6}
     return max(abs(found[step] / expected[step] - 1) for step in found)

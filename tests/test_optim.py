@@ -45,14 +45,23 @@ def test_importing_optim_loads_no_model_or_tokenizer():
 def test_groups_hold_every_parameter_once_each_with_its_rate():
     model = build(small(tie_embeddings=False), CPU, seed=0)
     groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=None))
-    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in model.parameters())
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(
+        id(p) for p in model.parameters()
+    )
     embedding, head, matrix, vector = groups
-    assert len(optim.param_groups(torch.nn.Conv1d(16, 16, 4), settings())) == 1  # vectors: no matrix to Muon
-    assert optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings()) == [48, 48]
-    assert optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings()) == [97]  # an edit's
+    # vectors: no matrix to Muon
+    assert len(optim.param_groups(torch.nn.Conv1d(16, 16, 4), settings())) == 1
+    assert optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings()) == [
+        48,
+        48,
+    ]
+    # an edit's
+    assert optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings()) == [97]
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
-    assert all(p.dim() == 2 for p in matrix["params"]) and all(p.dim() == 1 for p in vector["params"])
+    assert all(p.dim() == 2 for p in matrix["params"]) and all(
+        p.dim() == 1 for p in vector["params"]
+    )
     assert [g["weight_decay"] for g in groups] == [0, 0.1, 0.1, 0]
     assert [g["lr"] for g in groups] == pytest.approx([0.1, 1e-3, 1e-3, 1e-3])
     muon = optim.param_groups(model, settings(optimizer="muon"))
@@ -65,7 +74,9 @@ def test_adamw_is_pytorchs_with_the_settings_numbers():
     model, cfg = build(small(), CPU, seed=0), settings(beta1=0.8, beta2=0.9, lr_embedding=0.1)
     optimizer = optim.make_optimizer(model, cfg)
     assert type(optimizer) is torch.optim.AdamW
-    assert {(*g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {(0.8, 0.9, 1e-8, True)}
+    assert {(*g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {
+        (0.8, 0.9, 1e-8, True)
+    }
     optim.set_learning_rate(optimizer, cfg.lr / 2)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 5e-4, 5e-4])
 
@@ -81,13 +92,17 @@ def naive_orthogonal(x):
 
 def test_muon_is_a_naive_one_in_float64():
     """Five steps of every matrix of a Llama with grouped queries, and AdamW for the rest."""
-    cfg = settings(n_kv_head=2, n_hidden=48, optimizer="muon", momentum_warmup=3, weight_decay=0.5, **LLAMA)
+    cfg = settings(
+        n_kv_head=2, n_hidden=48, optimizer="muon", momentum_warmup=3, weight_decay=0.5, **LLAMA
+    )
     cfg = replace(cfg, lr=0.02, lr_embedding=1e-3)
     model, other = (build(cfg, CPU, seed=0) for _ in range(2))
     optimizer = optim.make_optimizer(model, cfg)
     adamw = optim.make_optimizer(other, settings(lr=0.02, lr_embedding=1e-3, weight_decay=0.0))
     rows = {"attn.qkv.weight": [32, 16, 16], "mlp.gate_up.weight": [48, 48]}
-    of_blocks = ((n, p) for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2)
+    of_blocks = (
+        (n, p) for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2
+    )
     matrices = {name: p.detach().double() for name, p in of_blocks}
     momentum = {n: torch.zeros_like(w) for n, w in matrices.items()}
     generator = torch.Generator().manual_seed(3)
@@ -102,7 +117,9 @@ def test_muon_is_a_naive_one_in_float64():
             u = mu * momentum[name] + (1 - mu) * g
             for part_w, part_u in zip(*(t.split(rows.get(name[9:], [len(w)])) for t in (w, u))):
                 x = naive_orthogonal(part_u)
-                x = (x.T if x.shape != part_u.shape else x) * max(1, len(part_u) / part_u.size(1)) ** 0.5
+                x = (x.T if x.shape != part_u.shape else x) * max(
+                    1, len(part_u) / part_u.size(1)
+                ) ** 0.5
                 part_w -= 0.02 * x + 0.01 * part_w * (x * part_w > 0)
         optimizer.step()
         adamw.step()
@@ -166,7 +183,13 @@ def rate(step, **changes):
 
 
 def test_schedules():
-    at = {0: 1e-4, 9: 1e-3, 10: 1e-3, 55: 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 2)), 100: 1e-4}
+    at = {
+        0: 1e-4,
+        9: 1e-3,
+        10: 1e-3,
+        55: 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 2)),
+        100: 1e-4,
+    }
     assert [rate(step) for step in at] == pytest.approx([*at.values()])
     rates = [rate(step) for step in range(10, 101)]
     assert rates == sorted(rates, reverse=True)
@@ -188,7 +211,10 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
     cfg = settings()
     rows = {p: optim.matrices_of("experts.weight", p, cfg) for p in (stack, wide, again, *parts)}
     assert rows[stack] == [8, 8, 8]
-    groups = [dict(params=[stack], lr=0.02, weight_decay=0.1), dict(params=[wide], lr=0.5, weight_decay=0.0)]
+    groups = [
+        dict(params=[stack], lr=0.02, weight_decay=0.1),
+        dict(params=[wide], lr=0.5, weight_decay=0.0),
+    ]
     both = optim.Muon(groups, rows, lr=1.0)
     first = optim.Muon([dict(params=parts, lr=0.02, weight_decay=0.1)], rows, lr=1.0)
     second = optim.Muon([dict(params=[again], lr=0.5)], rows, lr=1.0)
@@ -203,7 +229,9 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
 
 
 class Edited(torch.nn.Module):
-    """What an edit may add: a weight of one row, a convolution, a stack, a second head, a frozen layer."""
+    """What an edit may add: a weight of one row, a convolution, a stack, a second head,
+    a frozen layer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -218,12 +246,22 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     model, cfg = Edited(), settings(optimizer="muon", lr=0.02, lr_head=0.003)
     optimizer = optim.make_optimizer(model, cfg)
     said = capsys.readouterr().err
-    assert said.count("AdamW has row.weight (1, 8), mix.weight (8, 8, 4), at lr and without decay") == 1
+    assert (
+        said.count("AdamW has row.weight (1, 8), mix.weight (8, 8, 4), at lr and without decay")
+        == 1
+    )
     adamw, muon = optimizer.optimizers
-    assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [1, 3]
+    assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [
+        1,
+        3,
+    ]
     assert muon.param_groups[0]["params"] == [model.stack]
     head, vectors = adamw.param_groups
-    assert head["params"] == [model.head_2.weight] and head["lr"] == 0.003 and head["factor"] == 0.003 / 0.02
+    assert (
+        head["params"] == [model.head_2.weight]
+        and head["lr"] == 0.003
+        and head["factor"] == 0.003 / 0.02
+    )
     assert vectors["lr"] == 0.02 and vectors["weight_decay"] == 0
     optim.set_learning_rate(optimizer, 0.01)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0015, 0.01, 0.01])
@@ -236,7 +274,9 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     assert all(map(torch.equal, before, model.parameters()))
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
-    moved = {name for (name, p), b in zip(model.named_parameters(), before) if not torch.equal(p, b)}
+    moved = {
+        name for (name, p), b in zip(model.named_parameters(), before) if not torch.equal(p, b)
+    }
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 5
@@ -260,6 +300,8 @@ def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     )
     named = settings()
     named.optimizer = "lion"  # of an edit of settings.py
-    assert memory.not_estimated(named) == ["optimizer=lion: its states are not known; try --optimizer=adamw"]
+    assert memory.not_estimated(named) == [
+        "optimizer=lion: its states are not known; try --optimizer=adamw"
+    ]
     assert memory.takes(named, 1) > 0 and "the states of lion, and" in memory.describe(named, 1)
     assert optim.unknown(torch.optim.SGD(model.parameters())) == "SGD"

@@ -18,12 +18,15 @@ SIZE = 2048
 
 def source(kind):
     lengths = np.maximum(2, KINDS[kind](np.random.default_rng(0)).astype(int))
-    numbers = np.cumsum(np.random.default_rng(1).integers(1, 3, len(lengths)))  # some are empty and left out
+    # some are empty and left out
+    numbers = np.cumsum(np.random.default_rng(1).integers(1, 3, len(lengths)))
     return [(int(number), np.full(length, number)) for number, length in zip(numbers, lengths)]
 
 
 def cut(tokens):
-    """Number of documents that cross a multiple of SIZE, each of which is its number over and over."""
+    """Number of documents that cross a multiple of SIZE,
+    each of which is its number over and over.
+    """
     ends = np.append(np.flatnonzero(np.diff(tokens)) + 1, len(tokens))
     return np.count_nonzero(np.append(0, ends[:-1]) // SIZE != (ends - 1) // SIZE)
 

@@ -1,4 +1,6 @@
-"""train.py over ranks: every mode equals one process, checkpoints go on under any other, failures end all."""
+"""train.py over ranks: every mode equals one process, checkpoints go on under any other,
+failures end all.
+"""
 
 import errno
 import os
@@ -53,7 +55,9 @@ def train_within(words, limits):
 
 def over_ranks(number, data_dir, folder, **settings):
     """A run of train.py that succeeds; returns its folder."""
-    limits = {name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB", "ROOM") if name in settings}
+    limits = {
+        name: settings.pop(name) for name in ("UNIT_MIB", "LOGITS_MIB", "ROOM") if name in settings
+    }
     done = ranks.call(number, train_within, flags(data_dir, folder, **settings), limits)
     assert done == [(0, "")] * number
     return folder
@@ -74,29 +78,39 @@ def alone(data_dir, tmp_path_factory):
     return run
 
 
-SHORT = dict(max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3)
+SHORT = dict(
+    max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3
+)
 SHORT |= dict(keep_last=9, norms_interval=2)
 # dropout is off: ranks draw their own
 SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
 TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
 TINY += ["--device=cpu", "--precision=fp32"]
 # rates and decay of config/modern_124m.py
-MUON = dict(optimizer="muon", lr=0.02, weight_decay=0.3, momentum_warmup=5, lr_embedding=0.3, lr_head=0.012)
-MUON |= dict(tie_embeddings=False, zero_init=True, embed_norm=True, value_embeddings=2, attention_gate=True)
-# Beside Muon AdamW's eps is 1e-10, and Muon decays what its update shrinks, a matter of signs: rounding moves
-# some weights, by them later gradients. Over CPUs and seeds the largest ratios were 3e-4 and 2e-3.
+MUON = dict(
+    optimizer="muon", lr=0.02, weight_decay=0.3, momentum_warmup=5, lr_embedding=0.3, lr_head=0.012
+)
+MUON |= dict(
+    tie_embeddings=False, zero_init=True, embed_norm=True, value_embeddings=2, attention_gate=True
+)
+# Beside Muon AdamW's eps is 1e-10, and Muon decays what its update shrinks, a matter of signs:
+# rounding moves some weights, by them later gradients. Over CPUs and seeds the largest ratios were
+# 3e-4 and 2e-3.
 ROUGHER = dict(moments=5e-3, weights=2e-2)
 GATED = dict(n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1)
 GATED |= dict(attention_gate=True, key_offset=True)
-CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)  # 16 tokens of the loss at a time; alone: all
+# 16 tokens of the loss at a time; alone: all
+CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)
 FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)
 HOST, FOUR = dict(offload_states=True), dict(batch_size=1, n_layer=3)
 CONTEXT, KEPT = dict(context_parallel=2), dict(remat="attention", remat_tile=6, remat_offload=True)
 MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
-    "fsdp": (2, FSDP | dict(ROOM=150_000), dict(sample_interval=6)),  # one of two blocks stays gathered
+    # one of two blocks stays gathered
+    "fsdp": (2, FSDP | dict(ROOM=150_000), dict(sample_interval=6)),
     "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
-    "hsdp": (4, dict(UNIT_MIB=1, ROOM=10**6, **HSDP), dict(n_embd=128, **FOUR)),  # units of 2 blocks and 1
+    # units of 2 blocks and 1
+    "hsdp": (4, dict(UNIT_MIB=1, ROOM=10**6, **HSDP), dict(n_embd=128, **FOUR)),
     "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
     "states on the host": (2, FSDP | HOST, {}),
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
@@ -114,9 +128,15 @@ CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in
 
 
 def samples_of_all_ranks(one, many):
-    """Rank 1's samples are those of its own seed, and in the log; a run of one process has no others."""
-    [alone], [line] = ([row for row in read_log(run) if row["kind"] == "sample"] for run in (one, many))
-    options = dict(tokenizer=tokenizer.load("bytes"), prompt=Config.sample_prompt, seed=Config.seed + 1)
+    """Rank 1's samples are those of its own seed, and in the log;
+    a run of one process has no others.
+    """
+    [alone], [line] = (
+        [row for row in read_log(run) if row["kind"] == "sample"] for run in (one, many)
+    )
+    options = dict(
+        tokenizer=tokenizer.load("bytes"), prompt=Config.sample_prompt, seed=Config.seed + 1
+    )
     texts = sampling.texts(load_model(many / "step_00000006"), **options, **SAMPLES)
     assert line["others"] == [{"rank": 1, "texts": texts}] and texts != line["texts"]
     assert "others" not in alone
@@ -124,8 +144,12 @@ def samples_of_all_ranks(one, many):
 
 @pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
-def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alone, number, mode, shape):
-    """In float32, equal but for sums' orders; what ranks saved goes on in one process, and vice versa."""
+def test_any_mode_equals_one_process_and_resumes_across(
+    data_dir, tmp_path, alone, number, mode, shape
+):
+    """In float32, equal but for sums' orders;
+    what ranks saved goes on in one process, and vice versa.
+    """
     settings = SHORT | shape
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
@@ -134,7 +158,9 @@ def test_any_mode_equals_one_process_and_resumes_across(data_dir, tmp_path, alon
         samples_of_all_ranks(one, many)
     train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", one)
-    out = over_ranks(number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode)
+    out = over_ranks(
+        number, data_dir, copied(one, 3, tmp_path / "out"), resume="auto", **settings, **mode
+    )
     same_end(out, one)
 
 
@@ -180,10 +206,16 @@ def graphs_in_rank(words):
 
 
 def time_limits_in_rank(words):
-    """Seconds after which this rank gives up: in the world, and in each group of a sharded model."""
+    """Seconds after which this rank gives up:
+    in the world, and in each group of a sharded model.
+    """
     model = job_in_rank(words)[1].state.model
     mesh = next(model.parameters()).device_mesh
-    groups = [dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names), model.context_ranks.group]
+    groups = [
+        dist.group.WORLD,
+        *map(mesh.get_group, mesh.mesh_dim_names),
+        model.context_ranks.group,
+    ]
     parallel.barrier()  # rank 0 holds the store, in which rank 1 may still be joining a group
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
@@ -197,7 +229,8 @@ def test_every_group_has_the_time_limit_of_the_run():
 @pytest.mark.slow
 def test_ddp_does_not_cut_the_graph_of_a_block():
     words = [*TINY, "--batch_tokens=16", "--compile=True", "--remat=selective"]
-    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]  # a block has 3 MiB, DDP's first bucket 1
+    # a block has 3 MiB, DDP's first bucket 1
+    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]
 
 
 @pytest.mark.slow
@@ -221,8 +254,11 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
 @pytest.mark.slow
 @pytest.mark.fault(12)
 def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
-    (late := tmp_path / "late.py").write_text("import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))")
-    result = ranks.torchrun(2, ["config/test", late, "--lr=x"])  # it kills a rank once another has ended
+    (late := tmp_path / "late.py").write_text(
+        "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))"
+    )
+    # it kills a rank once another has ended
+    result = ranks.torchrun(2, ["config/test", late, "--lr=x"])
     assert result.stderr.startswith("error: command line: lr=x is not a float")
     assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
     assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
@@ -246,7 +282,9 @@ def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
 @pytest.mark.fault(107)
 @pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])
 def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch, name, word):
-    """SLURM and containers set WORLD_SIZE, perhaps to nothing; checks of settings see one rank as well."""
+    """SLURM and containers set WORLD_SIZE, perhaps to nothing;
+    checks of settings see one rank as well.
+    """
     monkeypatch.setenv(name, word)
     assert parallel.start("cpu") == (0, 1, torch.device("cpu"))
     check(Config())
@@ -268,7 +306,9 @@ def gradients(*values):
 
 
 def test_the_norm_on_the_cpu_is_right_for_large_tensors():
-    """34M equal numbers: added up in one float32 for each SIMD lane, their norm is 1.7% too small."""
+    """34M equal numbers: added up in one float32 for each SIMD lane,
+    their norm is 1.7% too small.
+    """
     large, odd = torch.full((2**11 + 3, 2**14), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
     exact = large.numel() * 1e-6 + 25 + 25
@@ -289,7 +329,9 @@ def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
 @pytest.fixture(scope="module")
 def sharded(data_dir, tmp_path_factory):
     """The folder of 12 steps on two FSDP ranks, saved by each rank after steps 4, 8 and 12."""
-    return over_ranks(2, data_dir, tmp_path_factory.mktemp("sharded") / "run", parallel="fsdp", **SHARDED)
+    return over_ranks(
+        2, data_dir, tmp_path_factory.mktemp("sharded") / "run", parallel="fsdp", **SHARDED
+    )
 
 
 def same_checkpoint(one, other, step):
@@ -307,7 +349,8 @@ def train_from_own_rows(words):
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
-            most = -(-stored.shape[0] // size) * 1.5  # of 257 rows the first of two needs 192, padded to 384
+            # of 257 rows the first of two needs 192, padded to 384
+            most = -(-stored.shape[0] // size) * 1.5
             assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
@@ -316,7 +359,9 @@ def train_from_own_rows(words):
 
 
 def train_with_a_broken_write(words, how):
-    """For ranks.call; rank 1 cannot write its files of step 8 (full), or is killed after one of them."""
+    """For ranks.call; rank 1 cannot write its files of step 8 (full),
+    or is killed after one of them.
+    """
     save_file = checkpoint.save_file
 
     def broken(tensors, path, header):
@@ -333,8 +378,12 @@ def train_with_a_broken_write(words, how):
 
 def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone, sharded):
     same_run(alone(**SHARDED, async_save=True), sharded)
-    files = {f"{kind}.rank0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)}
-    assert {p.name for p in (sharded / "step_00000008").glob("*.safetensors")} == files | {"rng.safetensors"}
+    files = {
+        f"{kind}.rank0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)
+    }
+    assert {p.name for p in (sharded / "step_00000008").glob("*.safetensors")} == files | {
+        "rng.safetensors"
+    }
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
     result = ranks.run(2, words)
     assert result.returncode == 0, result.stderr
@@ -345,12 +394,16 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone,
 
 @pytest.mark.slow
 def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
-    """Losses go on as uninterrupted; no rank reads more than it holds, however the tensors were cut."""
+    """Losses go on as uninterrupted; no rank reads more than it holds,
+    however the tensors were cut.
+    """
     settings = dict(SHARDED, resume="auto")
     train_here(data_dir, copied(sharded, 4, tmp_path / "1"), **settings)
     words = flags(data_dir, copied(tmp_path / "1", 8, tmp_path / "4"), parallel="fsdp", **settings)
     assert ranks.call(4, train_from_own_rows, words) == [(0, "")] * 4
-    over_ranks(4, data_dir, copied(sharded, 8, tmp_path / "24"), parallel="hsdp", shard_size=2, **settings)
+    over_ranks(
+        4, data_dir, copied(sharded, 8, tmp_path / "24"), parallel="hsdp", shard_size=2, **settings
+    )
     for name, first in (("1", 5), ("4", 9), ("24", 9)):
         same_end(tmp_path / name, sharded, range(first, 13))
 
@@ -386,7 +439,8 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
 def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
     done, values = ranks.attempt(2, train_with_a_broken_write, words, "killed")
-    said = done.stderr + str(values[0])  # the broken connection may tell before the watch, as a value here
+    # the broken connection may tell before the watch, as a value here
+    said = done.stderr + str(values[0])
     assert done.codes[1] == -signal.SIGKILL
     assert re.search("lost (rank 1: its|another rank)", said), (done, values)
     assert checkpoint_folders.find(tmp_path / "run").name == "step_00000004"
@@ -397,12 +451,16 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
-    """q, k, v, gate and up lie in one tensor of ours, GPT-2's are transposed, 257 rows are 384 here."""
+    """q, k, v, gate and up lie in one tensor of ours, GPT-2's are transposed,
+    257 rows are 384 here.
+    """
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
     hf.save_hf(build(cfg, CPU, seed=5), tmp_path / "hf")
-    settings = dict(init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape)
+    settings = dict(
+        init_from=f"hf:{tmp_path / 'hf'}", eval_interval=1, max_steps=3, batch_size=2, **shape
+    )
     train_here(data_dir, tmp_path / "one", **settings)
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
     assert ranks.call(2, train_from_own_rows, words) == [(0, "")] * 2

@@ -30,7 +30,9 @@ def training(steps, **changes):
 
 
 def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
-    run = write(tmp_path, training([1, 2, 3]) + training([2, 3, 4], loss=5.0), '{"kind": "train", "st')
+    run = write(
+        tmp_path, training([1, 2, 3]) + training([2, 3, 4], loss=5.0), '{"kind": "train", "st'
+    )
     steps, loss = logs.Run(run).series("train", "loss")
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
@@ -71,7 +73,8 @@ VALIDATED = [{"kind": "val", "step": 2, "loss": 2.0, "bpb": 1.0}]
     ([*training([1]), {"kind": "train", "step": 10**400}, {}], "log.jsonl:2: .*step is 1000"),
     (training([1, 2]) + training([3, 4], loss=10**400), "run: not a log: in train 3 loss is 1000"),
     (training([1, 2], norm=[1.0]) + VALIDATED, "run: not a log: in train 1 norm is"),
-    ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1]), *VALIDATED], "in start 0 step_ms is '1'"),
+    ([{"kind": "start", "step": 0, "step_ms": "1"}, *training([1]), *VALIDATED],
+     "in start 0 step_ms is '1'"),
     (training([1, 2], dt_ms=None) + VALIDATED, "run: its log does not hold what x=seconds needs"),
     (training([1, 2]), "run: no bits per byte in its log"),
     (training([1, 2]) + [VALIDATED[0] | {"loss": 0.0}], "run: no bits per byte in its log"),
@@ -86,7 +89,9 @@ def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
 
 
 def run_of(folder, lift=0.0, **settings):
-    """A run as the logger records it: 20 steps of 100 tokens in 0.5 s each, validated at 0, 10 and 20."""
+    """A run as the logger records it: 20 steps of 100 tokens in 0.5 s
+    each, validated at 0, 10 and 20.
+    """
     words = " ".join(f"{name}={value}" for name, value in settings.items())
     lines = [dict(kind="start", step=0, rows=[["device", "cpu"], ["settings", words]])]
     for step in range(21):
@@ -94,7 +99,9 @@ def run_of(folder, lift=0.0, **settings):
             lines += training([step], loss=9 / step**0.3, dt_ms=500.0, tokens=100 * step)
         if step % 10 == 0:
             loss = 10 / (step + 1) ** 0.3 + lift
-            lines.append(dict(kind="val", step=step, loss=loss, bpb=0.4 * loss, stderr=0.04, bpb_stderr=0.02))
+            lines.append(
+                dict(kind="val", step=step, loss=loss, bpb=0.4 * loss, stderr=0.04, bpb_stderr=0.02)
+            )
     return write(folder, lines)
 
 
@@ -129,7 +136,10 @@ def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp
         run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2"),
         run_of(tmp_path / "b", out_dir="b", lr=0.2),
     )
-    c, d = run_of(tmp_path / "c", lr=0.1), run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3)
+    c, d = (
+        run_of(tmp_path / "c", lr=0.1),
+        run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3),
+    )
     assert names([a, b]) == ["lr=0.1, mlp=relu2", "lr=0.2, mlp=gelu"]  # gelu is the default
     assert names([b, c]) == ["lr=0.2", "lr=0.1"]
     assert names([c, d]) == ["c", "d"]  # too many differ
@@ -164,7 +174,8 @@ def titles(figure):
 
 def test_rates_that_differ_are_drawn_as_shares_of_their_peaks(tmp_path):
     runs = [
-        write(tmp_path / name, training([1, 2, 3], lr=lr)) for name, lr in (("adamw", 6e-4), ("muon", 0.06))
+        write(tmp_path / name, training([1, 2, 3], lr=lr))
+        for name, lr in (("adamw", 6e-4), ("muon", 0.06))
     ]
     rate = plot.draw(logs.load(list(map(str, runs))), "steps", "loss").axes[2]
     assert rate.get_title(loc="left") == "learning rate / its peak"
@@ -173,7 +184,9 @@ def test_rates_that_differ_are_drawn_as_shares_of_their_peaks(tmp_path):
 
 
 def test_extras_have_a_panel_each_six_at_most(tmp_path, capsys):
-    lines = [row | {"extras": {"balance": 1 / row["step"], "z": None}} for row in training([1, 2, 3])]
+    lines = [
+        row | {"extras": {"balance": 1 / row["step"], "z": None}} for row in training([1, 2, 3])
+    ]
     lines.append({"kind": "val", "step": 3, "loss": 2.0, "extras": {"balance": 0.5, "depth": 3}})
     figure = plot.draw(logs.load([write(tmp_path / "a", lines)]), "steps", "loss")
     balance = figure.axes[titles(figure).index("balance")]
@@ -189,9 +202,13 @@ def test_extras_have_a_panel_each_six_at_most(tmp_path, capsys):
 
 def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
     own = [
-        {"kind": "reverse", "step": s, "accuracy": s / 9, "texts": ["a"], "seconds": 2.0} for s in (0, 2, 4)
+        {"kind": "reverse", "step": s, "accuracy": s / 9, "texts": ["a"], "seconds": 2.0}
+        for s in (0, 2, 4)
     ]
-    others = [{"kind": "skipped", "step": 2, "in_a_row": 1}, {"kind": "reverse", "step": 5, "accuracy": None}]
+    others = [
+        {"kind": "skipped", "step": 2, "in_a_row": 1},
+        {"kind": "reverse", "step": 5, "accuracy": None},
+    ]
     figure = plot.draw(
         logs.load([write(tmp_path / "a", training(range(1, 5)) + own + others)]), "steps", "loss"
     )
@@ -204,10 +221,15 @@ def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
 
 
 def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
-    """Two runs of the same name, one of which diverged, beside another program's losses; and mistakes."""
+    """Two runs of the same name, one of which diverged, beside another program's losses;
+    and mistakes.
+    """
     score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20, 30)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
-    write(tmp_path / "b/run", training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")))
+    write(
+        tmp_path / "b/run",
+        training(range(1, 30)) + training([30], loss=float("nan"), norm=float("inf")),
+    )
     a, b, other = f"{tmp_path}/a/run", f"{tmp_path}/b/run", "assets/build_nanogpt.jsonl"
     odd = str(write(tmp_path / "\udce9 $x", training([1, 2])))
     monkeypatch.chdir(ROOT)
@@ -219,7 +241,10 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
         ([a, b, other], "a/run/curves.png"),
     ]:
         plot.main(configure(plot.Config, words))
-        assert capsys.readouterr().out == f"drawn: {tmp_path}/{drawn}\n" and (tmp_path / drawn).exists()
+        assert (
+            capsys.readouterr().out == f"drawn: {tmp_path}/{drawn}\n"
+            and (tmp_path / drawn).exists()
+        )
     image = matplotlib.image.imread(f"{a}/curves.png")[..., :3]
     for color in pictures.LIGHT["axes.prop_cycle"].by_key()["color"][:3]:  # each run's own
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
@@ -238,11 +263,16 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
 def test_as_a_script(tmp_path):
     words = [sys.executable, "plot.py", str(run_of(tmp_path / "a")), "--names=a,b"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: names=a,b has 2 names, but there are 1 runs\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: names=a,b has 2 names, but there are 1 runs\n",
+    )
 
 
 def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
-    """matplotlib leaves out names that begin with _; its font lacks other scripts, which is told once."""
+    """matplotlib leaves out names that begin with _;
+    its font lacks other scripts, which is told once.
+    """
     runs = [
         run_of(tmp_path / "_baseline"),
         write(tmp_path / "_\u57fa\u7ebf \u6771\u4eac", training([1, 2, 3])),
@@ -256,4 +286,6 @@ def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
         cfg.words = list(map(str, runs))
         plot.main(cfg)
     out, err = capsys.readouterr()
-    assert out == f"drawn: {tmp_path}/c.png\n" and err.count("warning: the font lacks characters") == 1
+    assert (
+        out == f"drawn: {tmp_path}/c.png\n" and err.count("warning: the font lacks characters") == 1
+    )

@@ -1,4 +1,6 @@
-"""sample.py's command line, chat included, and how it loads weights; test_sampling.py tests the tokens."""
+"""sample.py's command line, chat included, and how it loads weights;
+test_sampling.py tests the tokens.
+"""
 
 import dataclasses
 import io
@@ -31,7 +33,10 @@ TINY = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
 
 
 def said(*turns):
-    return [dict(role=role, content=content) for role, content in zip(("user", "assistant", "user"), turns)]
+    return [
+        dict(role=role, content=content)
+        for role, content in zip(("user", "assistant", "user"), turns)
+    ]
 
 
 @pytest.fixture
@@ -47,7 +52,13 @@ def config(run, **settings):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
-    words = [f"--checkpoint={run}", "--tokenizer=bytes", "--prompt=so", "--n_samples=5", "--max_new_tokens=8"]
+    words = [
+        f"--checkpoint={run}",
+        "--tokenizer=bytes",
+        "--prompt=so",
+        "--n_samples=5",
+        "--max_new_tokens=8",
+    ]
     words += ["--device=cpu", "--no_stop"]
     alone = ranks.run(0, words, "sample.py")
     both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
@@ -57,7 +68,9 @@ def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
     assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
     assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
     talk = ranks.run(2, [*words[:2], "--chat", "--device=cpu"], "sample.py")
-    assert talk.codes == [2, 2] and talk.stderr.startswith("error: chat=True without a prompt reads stdin")
+    assert talk.codes == [2, 2] and talk.stderr.startswith(
+        "error: chat=True without a prompt reads stdin"
+    )
     assert talk.stderr.count("\n") == 1
 
 
@@ -70,43 +83,70 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
     save_model(tmp_path / "run", model, cfg)
-    words = [f"--checkpoint={tmp_path}/run", "--tokenizer=bytes", "--n_samples=5", "--max_new_tokens=40"]
+    words = [
+        f"--checkpoint={tmp_path}/run",
+        "--tokenizer=bytes",
+        "--n_samples=5",
+        "--max_new_tokens=40",
+    ]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
-    alone, both = ranks.run(0, words, "sample.py"), ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
+    alone, both = (
+        ranks.run(0, words, "sample.py"),
+        ranks.run(2, [*words, "--parallel=fsdp"], "sample.py"),
+    )
     assert alone.returncode == both.returncode == 0, both.stderr
-    (texts, last), (expected, alone_last) = (done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone))
-    assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2  # the samples differ in length
+    (texts, last), (expected, alone_last) = (
+        done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone)
+    )
+    # the samples differ in length
+    assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2
     assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
 
 
-def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(run, capsys, monkeypatch):
+def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(
+    run, capsys, monkeypatch
+):
     ids = torch.tensor([[104], [105], [256], [33]])
     asked = []
-    monkeypatch.setattr(sampling, "steps", lambda _, x, **__: asked.append(x[0].tolist()) or iter(ids))
+    monkeypatch.setattr(
+        sampling, "steps", lambda _, x, **__: asked.append(x[0].tolist()) or iter(ids)
+    )
     monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
     for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
         sample.main(config(run, prompt="so-", n_samples=1, stop=stop, bos=stop))
         out, err = capsys.readouterr()
         shown, last = out.split("\n" + "-" * 80 + "\n")
-        assert shown == text and last.startswith(f"{count} tokens in ") and last.endswith(" tokens/s\n")
+        assert (
+            shown == text
+            and last.startswith(f"{count} tokens in ")
+            and last.endswith(" tokens/s\n")
+        )
         assert err == f"warning: model.py differs from that of {run}/step_00000000\n"
         assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
 @pytest.fixture
 def chatty(tmp_path):
-    """A Hugging Face folder of a small Llama, whose tokenizer and chat template transformers wrote."""
+    """A Hugging Face folder of a small Llama,
+    whose tokenizer and chat template transformers wrote.
+    """
     transformers = pytest.importorskip("transformers")
     inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
-    inner.train_from_iterator([TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False)
+    inner.train_from_iterator(
+        [TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False
+    )
     marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
     tok = inner._tokenizer
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, chat_template=TEMPLATE, **marks)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok, chat_template=TEMPLATE, **marks
+    )
     shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
     folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 4, True, None, "x"])))
+    (folder / "generation_config.json").write_text(
+        json.dumps(dict(eos_token_id=[1, 4, True, None, "x"]))
+    )
     return folder, theirs
 
 
@@ -133,10 +173,14 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
-    options = dict(pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False)
+    options = dict(
+        pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False
+    )
     options["device"] = "cpu"
     asked, ids = [], chat.Template.ids
-    monkeypatch.setattr(chat.Template, "ids", lambda self, talk: asked.append(list(talk)) or ids(self, talk))
+    monkeypatch.setattr(
+        chat.Template, "ids", lambda self, talk: asked.append(list(talk)) or ids(self, talk)
+    )
     sample.main(sample.Config(prompt="hi", n_samples=2, **options))
     first, second, last = capsys.readouterr().out.split("-" * 80 + "\n")
     assert first == second and last.startswith("12 tokens in ")
@@ -183,21 +227,24 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
     peak = peak_bytes(lambda: trained.load_model(settings, world, "bf16"))
     loaded, _ = trained.load_model(settings, world, "bf16")
     size = sum(2 * p.numel() for p in model.parameters())
-    assert peak < 2.2 * size  # the weights, the mapped file, which the profiler counts, and a stacked tensor
+    # the weights, the mapped file, which the profiler counts, and a stacked tensor
+    assert peak < 2.2 * size
     for p, q in zip(loaded.parameters(), model.parameters()):
         assert p.dtype == torch.bfloat16 and torch.equal(p, q)
     assert trained.load_model(settings, world, "fp32")[0].wte.weight.dtype == torch.float32
 
 
 def divided_in_rank(settings, precision, ids):
-    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part and of the
-    whole, the most that a load held and that a forward held)"""
+    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part
+    and of the whole, the most that a load held and that a forward held)"""
     read, world = reshard.SavedTensor.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def checked(stored, rows):
         if len(stored.shape) and stored.dtype.is_floating_point:
-            assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / world.size, stored.shape
+            assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / world.size, (
+                stored.shape
+            )
         return read(stored, rows)
 
     reshard.SavedTensor.__getitem__ = checked  # the patch ends with the process

@@ -1,4 +1,6 @@
-"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit, text in pieces."""
+"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit,
+text in pieces.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from run import sampling
 from run.build import compile_model
 
 GPU = pytest.mark.gpu
-GROUPED = dict(n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True)
+GROUPED = dict(
+    n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True
+)
 MODELS = {
     "gpt2": {},
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math"),
@@ -46,7 +50,9 @@ def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("changes", [MODELS["gpt2"], MODELS["llama_grouped"]], ids=["gpt2", "llama_grouped"])
+@pytest.mark.parametrize(
+    "changes", [MODELS["gpt2"], MODELS["llama_grouped"]], ids=["gpt2", "llama_grouped"]
+)
 def test_rows_of_other_lengths_go_on_from_their_own_ends(changes, cached):
     """With one cache, for two such batches and for one of rows of the same length."""
     model, lengths, new = random_model(**changes), [9, 3, 6], 12
@@ -59,7 +65,9 @@ def test_rows_of_other_lengths_go_on_from_their_own_ends(changes, cached):
         found = torch.stack(list(sampling.steps(model, ids, new, **options)), 1)
         assert found.shape == (3, 9 - 3 + new)
         for row, own, length in zip(whole, found, lengths):
-            alone = sampling.generate(model, row[None, :length], new, temperature=0, cached=False)[0]
+            alone = sampling.generate(model, row[None, :length], new, temperature=0, cached=False)[
+                0
+            ]
             assert torch.equal(own[: length - 3 + new], alone[3:])
     expected = sampling.generate(model, whole, 4, temperature=0, cached=False)
     assert torch.equal(sampling.generate(model, whole, 4, temperature=0, cached=cache), expected)
@@ -86,10 +94,17 @@ def test_attention_of_one_query(H, H_kv, D, L, at, dtype, bound):
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
     "device, dtype, bound",
-    [("cpu", None, 1e-5), ("cpu", torch.bfloat16, 0.1), pytest.param("cuda", torch.bfloat16, 0.1, marks=GPU)],
+    [
+        ("cpu", None, 1e-5),
+        ("cpu", torch.bfloat16, 0.1),
+        pytest.param("cuda", torch.bfloat16, 0.1, marks=GPU),
+    ],
 )
 def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
-    """The bound is in standard deviations of the logits. In bf16 0.05 is measured: attention rounds anew."""
+    """The bound is in standard deviations of the logits.
+
+    In bf16 0.05 is measured: attention rounds anew.
+    """
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
     monkeypatch.setattr(forms, "served", {"cuda"})
     monkeypatch.setattr(
@@ -110,7 +125,12 @@ def test_a_text_that_begins_like_the_one_before_goes_on_from_there():
     cache, computed = sampling.make_cache(model, ids[0], 1.0, 20), []
     forward = cache.forward
     cache.forward = lambda idx, at: computed.append(len(at)) or forward(idx, at)
-    for seed, begins, more, prefill in ((0, 5, 4, 32), (1, 5, 6, None), (2, 30, 9, 32), (2, 12, 3, None)):
+    for seed, begins, more, prefill in (
+        (0, 5, 4, 32),
+        (1, 5, 6, None),
+        (2, 30, 9, 32),
+        (2, 12, 3, None),
+    ):
         found = sampling.generate(model, ids[:, :begins], more, 1.0, 20, seed, cache)
         assert torch.equal(found, sampling.generate(model, ids[:, :begins], more, 1.0, 20, seed))
         assert computed == [prefill] * bool(prefill) + [1] * more
@@ -139,12 +159,15 @@ def block_twice(self, idx, positions=None):
 
 @pytest.mark.parametrize("owner, name, edit, words", [
     (Block, "forward", shift(Block.forward, 0.5), "mixes tokens outside of attn.core"),
-    (Block, "forward", shift(Block.forward, 0.04), "mixes tokens outside of attn.core"),  # in bf16 unseen
+    # in bf16 unseen
+    (Block, "forward", shift(Block.forward, 0.04), "mixes tokens outside of attn.core"),
     (GPT, "hidden", block_twice, ""),  # a cache for each of its calls
     (None, "core", lambda q, k, v, *_: v, "a KV cache goes around attn.core"),
     (LearnedPositions, "forward", computed_positions, ""),
 ])  # fmt: skip
-def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, words, monkeypatch, capsys):
+def test_an_edited_model_samples_without_a_cache_and_says_so(
+    owner, name, edit, words, monkeypatch, capsys
+):
     sampling.without.cache_clear()
     model, ids = random_model(), prompt(1, 5)
     monkeypatch.setattr(owner or model.blocks[1].attn, name, edit)
@@ -157,7 +180,9 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(owner, name, edit, 
 
 @pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
 def test_a_compiled_model_keeps_its_graphs(compiler):
-    """Sampling in the middle of a run neither makes graphs nor lets the run's own be compiled again."""
+    """Sampling in the middle of a run neither makes graphs nor lets
+    the run's own be compiled again.
+    """
     from torch._dynamo.utils import counters
 
     model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
@@ -172,12 +197,18 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 
 
 def test_top_k_and_temperature():
-    logits, generator = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1), torch.Generator().manual_seed(0)
+    logits, generator = (
+        torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1),
+        torch.Generator().manual_seed(0),
+    )
     for temperature, top_k in ((1.0, 2), (0.5, 3), (2.0, None)):
-        found = sampling.draw_token(logits, temperature, top_k, generator).bincount(minlength=4) / 4000
+        found = (
+            sampling.draw_token(logits, temperature, top_k, generator).bincount(minlength=4) / 4000
+        )
         kept = logits[0].where(logits[0] >= logits[0].topk(top_k or 4).values[-1], -torch.inf)
         assert (found - (kept / temperature).softmax(0)).abs().max() < 0.03  # 4 standard errors
-    assert sampling.draw_token(logits, 1e-30, None, generator).eq(1).all()  # tiny, and nothing overflows
+    # tiny, and nothing overflows
+    assert sampling.draw_token(logits, 1e-30, None, generator).eq(1).all()
 
 
 def test_text_comes_in_pieces_of_whole_characters():

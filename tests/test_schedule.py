@@ -1,4 +1,6 @@
-"""A batch that grows, and runs whose length is given in tokens or seconds, by train.py's own loop."""
+"""A batch that grows, and runs whose length is given in tokens or seconds,
+by train.py's own loop.
+"""
 
 import itertools
 import json
@@ -24,7 +26,9 @@ from settings import Config
 from system import files
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
-GROWING = dict(batch_schedule="128:0.25,256:0.5", batch_size=2, max_steps=16, save_interval=2, keep_last=99)
+GROWING = dict(
+    batch_schedule="128:0.25,256:0.5", batch_size=2, max_steps=16, save_interval=2, keep_last=99
+)
 GROWING |= dict(eval_interval=8, lr=1e-3, warmup_steps=2)
 TOKENS = [128] * 4 + [256] * 4 + [512] * 8
 BOUNDARIES = (4, 8)
@@ -51,7 +55,9 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
     whole = Config(max_steps=16, warmup_steps=2, lr=1e-3)
     expected = [root[i] * optim.learning_rate(i, i / 16, whole) for i in range(16)]
     assert [line["lr"] for line in lines.values()] == pytest.approx(expected)
-    patch = Patch("", "", {}, (), rows=lambda step: TOKENS[step] // 32, lr=lambda step: expected[step])
+    patch = Patch(
+        "", "", {}, (), rows=lambda step: TOKENS[step] // 32, lr=lambda step: expected[step]
+    )
     found = plain.train(patch, cfg, data_dir)
     assert losses(read_log(grown)) == pytest.approx(found["losses"], rel=1e-5)
     assert losses(read_log(grown), "val") == pytest.approx(found["val"], rel=1e-5)
@@ -60,7 +66,9 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
 def test_the_summary_knows_the_stages(grown):
     rows = read_log(grown)[0]["rows"]
     assert ["step", "512 tokens: 2 x 32 x 1 ranks x 8 micro-steps"] in rows
-    words = "tokens a step: 128 up to 25% of the run, 256 up to 50% of the run; rates go with the root"
+    words = (
+        "tokens a step: 128 up to 25% of the run, 256 up to 50% of the run; rates go with the root"
+    )
     assert ["", words] in rows and ["run", "steps 0 to 16: 5,632 tokens"] in rows
 
 
@@ -79,7 +87,8 @@ def same_tensors(one, other):
 
 
 FSDP = dict(parallel="fsdp")
-MODES = [  # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
+# ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
+MODES = [
     pytest.param(2, {}, (6,), id="ddp"),
     slow(2, FSDP, (2, 6, 12), id="fsdp"),
     slow(2, {}, (2, 4, 8, 12), id="ddp in each stage"),
@@ -108,8 +117,12 @@ def test_ranks_equal_one_process_at_each_boundary(grown, data_dir, tmp_path, num
 
 
 def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
-    """4 steps of 512 tokens, 8 of 256, or 256 up to half of the tokens; the last step may pass the end."""
-    options = dict(batch_size=2, max_tokens=2048, warmup_steps=2, log_interval=100, eval_interval=100)
+    """4 steps of 512 tokens, 8 of 256, or 256 up to half of the tokens;
+    the last step may pass the end.
+    """
+    options = dict(
+        batch_size=2, max_tokens=2048, warmup_steps=2, log_interval=100, eval_interval=100
+    )
     for name, steps, own in [
         ("large", 4, {}),
         ("small", 8, dict(batch_tokens=256)),
@@ -117,15 +130,24 @@ def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
         ("odd", 5, dict(max_tokens=2049)),
     ]:
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
-        assert max(lines) == steps and lines[steps]["tokens"] == (2048 if name != "odd" else 5 * 512), name
+        assert max(lines) == steps and lines[steps]["tokens"] == (
+            2048 if name != "odd" else 5 * 512
+        ), name
         out = capsys.readouterr().out
-        assert f"step {steps}/{steps} | loss" in out and "a larger --max_tokens and --resume=auto" in out
+        assert (
+            f"step {steps}/{steps} | loss" in out
+            and "a larger --max_tokens and --resume=auto" in out
+        )
         assert f"steps 0 to {steps}: {lines[steps]['tokens']:,} tokens" in out
         assert sorted(losses(read_log(tmp_path / name), "val")) == [0, steps]
-    assert f"decay {2 / (1e-3 * 6):g}" in dict(read_log(tmp_path / "growing")[0]["rows"])["optimizer"]
+    assert (
+        f"decay {2 / (1e-3 * 6):g}" in dict(read_log(tmp_path / "growing")[0]["rows"])["optimizer"]
+    )
     train_here(data_dir, tmp_path / "large", resume="auto", **options)  # it is done
     assert max(train_lines(tmp_path / "large")) == 4
-    lines = train_lines_of(data_dir, tmp_path / "large", resume="auto", **options | dict(max_tokens=3000))
+    lines = train_lines_of(
+        data_dir, tmp_path / "large", resume="auto", **options | dict(max_tokens=3000)
+    )
     assert sorted(lines) == [*range(1, 7)]
     assert "max_tokens 2048 to 3000" in capsys.readouterr().out
 
@@ -152,24 +174,36 @@ def clock(put, seconds=1.0, first=60.0):
 TIMED = dict(max_seconds=10, save_interval=4, keep_last=9, warmup_steps=2, eval_interval=5, lr=1e-3)
 
 
-def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, monkeypatch, capsys):
+def test_a_run_ends_with_its_schedule_after_so_many_seconds(
+    data_dir, tmp_path, monkeypatch, capsys
+):
     """The first step, which compiles, counts as the mean of the others."""
     clock(monkeypatch.setattr)
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5, log_interval=100)
-    assert sorted(lines) == [*range(1, 11)] and sorted(losses(read_log(tmp_path / "run"), "val")) == [
+    assert sorted(lines) == [*range(1, 11)] and sorted(
+        losses(read_log(tmp_path / "run"), "val")
+    ) == [
         0,
         5,
         10,
     ]
-    rates = [optim.learning_rate(i, i / 10, Config(lr=1e-3, warmup_steps=2, max_steps=10)) for i in range(10)]
+    rates = [
+        optim.learning_rate(i, i / 10, Config(lr=1e-3, warmup_steps=2, max_steps=10))
+        for i in range(10)
+    ]
     found = [line["lr"] for line in lines.values()]
     assert found[:2] + found[3:] == pytest.approx(rates[:2] + rates[3:])
     assert found[2] == pytest.approx(1e-3)  # none of the steps but the first is known
     out = capsys.readouterr().out
-    assert "from step 0 on, 0.0 to 10 s of steps, whose number, and with it the weights, differs" in out
+    assert (
+        "from step 0 on, 0.0 to 10 s of steps, whose number, and with it the weights, differs"
+        in out
+    )
     assert "steps        10.0 of 10 s, compilation, evaluation and saving left out" in out
     assert "step    10 | loss" in out and "eta 00:00" in out and "a larger --max_seconds and" in out
-    again = train_lines_of(data_dir, copied(tmp_path / "run", 4, tmp_path / "b"), resume="auto", **TIMED)
+    again = train_lines_of(
+        data_dir, copied(tmp_path / "run", 4, tmp_path / "b"), resume="auto", **TIMED
+    )
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
     assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
@@ -188,7 +222,8 @@ def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_
     monkeypatch.setattr(train, "Logger", Late)
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
     assert sorted(lines) == [*range(1, 11)]
-    assert reshard.read_state(tmp_path / "run/step_00000008")["seconds"] == 8  # all are read before a save
+    # all are read before a save
+    assert reshard.read_state(tmp_path / "run/step_00000008")["seconds"] == 8
 
 
 def timed_in_rank(words):
@@ -200,7 +235,9 @@ def timed_in_rank(words):
 @pytest.mark.parametrize("mode", [{}, slow(dict(parallel="fsdp"))])
 def test_ranks_agree_on_the_time_and_stop_together(data_dir, tmp_path, mode):
     settings = TIMED | mode | dict(max_seconds=15, batch_size=2)
-    assert ranks.call(2, timed_in_rank, flags(data_dir, tmp_path / "two", **settings)) == [(0, "")] * 2
+    assert (
+        ranks.call(2, timed_in_rank, flags(data_dir, tmp_path / "two", **settings)) == [(0, "")] * 2
+    )
     lines = train_lines(tmp_path / "two")
     assert max(lines) == 10 and load_checkpoint(tmp_path / "two/step_00000010")[1]["seconds"] == 15
     out = copied(tmp_path / "two", 4, tmp_path / "one")  # goes on in one process, by rank 0's clock
@@ -222,7 +259,9 @@ def test_an_earlier_checkpoint_has_no_time(data_dir, tmp_path, monkeypatch, caps
     train_here(data_dir, tmp_path / "run", **settings)
     rewrite(tmp_path / "run/step_00000004", lambda state: state.pop("seconds"))
     clock(monkeypatch.setattr)
-    lines = train_lines_of(data_dir, tmp_path / "run", resume="auto", **settings | dict(max_seconds=3))
+    lines = train_lines_of(
+        data_dir, tmp_path / "run", resume="auto", **settings | dict(max_seconds=3)
+    )
     assert max(lines) == 4 + 3
     assert "saved no time of its steps: max_seconds begins anew" in capsys.readouterr().out
 
@@ -238,7 +277,9 @@ def test_a_dry_run_takes_two_steps_of_the_largest_batch(data_dir, tmp_path, caps
 
 
 @pytest.mark.parametrize("schedule", [None, "100:0.3", "100:0.3,200:0.55,300:0.7", "1:0.001"])
-@pytest.mark.parametrize("length", [dict(max_steps=10), dict(max_steps=997), dict(max_tokens=123_457)])
+@pytest.mark.parametrize(
+    "length", [dict(max_steps=10), dict(max_steps=997), dict(max_tokens=123_457)]
+)
 @pytest.mark.parametrize("begun", [0, 5])
 def test_the_plan_is_what_the_loop_does(schedule, length, begun):
     cfg = Config(batch_tokens=400, batch_schedule=schedule, **length)
@@ -252,12 +293,16 @@ def test_the_plan_is_what_the_loop_does(schedule, length, begun):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_rate_depends_on_the_share_that_is_done(schedule):
-    """In a run of 200 s of which a step takes two, as in one of 100 steps; at the end it is the lowest."""
+    """In a run of 200 s of which a step takes two, as in one of 100 steps;
+    at the end it is the lowest.
+    """
     by_steps = Config(lr=1.0, schedule=schedule, max_steps=100, warmup_steps=10)
     by_time = Config(lr=1.0, schedule=schedule, max_steps=7, warmup_steps=10, max_seconds=200.0)
     for step in (0, 9, 10, 50, 99, 100):
         states = types.SimpleNamespace(step=step, tokens=0, seconds=2.0 * step)
-        rates = [optim.learning_rate(step, optim.share_done(states, c), c) for c in (by_steps, by_time)]
+        rates = [
+            optim.learning_rate(step, optim.share_done(states, c), c) for c in (by_steps, by_time)
+        ]
         assert rates[0] == pytest.approx(rates[1])
     assert rates[1] == pytest.approx(0.1)
     late = types.SimpleNamespace(step=100, tokens=0, seconds=300.0)
@@ -266,7 +311,9 @@ def test_a_rate_depends_on_the_share_that_is_done(schedule):
 
 def test_what_a_saved_schedule_says_is_checked(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4, save_interval=4)
-    rewrite(tmp_path / "run/step_00000004", lambda state: state["config"].update(batch_schedule="a:b"))
+    rewrite(
+        tmp_path / "run/step_00000004", lambda state: state["config"].update(batch_schedule="a:b")
+    )
     with pytest.raises(checkpoint.CheckpointError, match="step_00000004: its settings: ValueError"):
         train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")
 

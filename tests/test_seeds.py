@@ -1,4 +1,6 @@
-"""measure/seeds.py and plot.py --against: quantiles, intervals, groups of runs, and what is refused."""
+"""measure/seeds.py and plot.py --against:
+quantiles, intervals, groups of runs, and what is refused.
+"""
 
 import math
 
@@ -27,12 +29,15 @@ def test_a_quantile_between_whole_degrees_encloses_95_percent_of_the_density():
 
 
 def test_welch_by_hand():
-    """Means 3 and 7, variances 1 and 4 of 3 and 4 values: se^2 = 1/3 + 1, freedom (4/3)^2 / (1/18 + 1/3)."""
+    """Means 3 and 7, variances 1 and 4 of 3 and 4 values:
+    se^2 = 1/3 + 1, freedom (4/3)^2 / (1/18 + 1/3).
+    """
     error, freedom = seeds.welch(
         np.array([2.0, 3.0, 4.0]), 7 + 2 * np.array([-1.5, -0.5, 0.5, 1.5]) / 5**0.5 * 3**0.5
     )
     assert (error, freedom) == pytest.approx((math.sqrt(4 / 3), (16 / 9) / (1 / 18 + 1 / 3)))
-    assert seeds.welch(np.array([1.0, 2.0, 4.0])) == pytest.approx((math.sqrt(7 / 9), 2))  # of pairs
+    # of pairs
+    assert seeds.welch(np.array([1.0, 2.0, 4.0])) == pytest.approx((math.sqrt(7 / 9), 2))
     assert all(map(math.isnan, seeds.welch(np.array([1.0]), np.array([1.0, 2.0]))))
     assert seeds.welch(np.ones(2), np.ones(2)) == (0.0, 1.0)
 
@@ -79,7 +84,9 @@ def test_groups_their_means_and_their_differences(tmp_path, capsys):
     folders = []
     for lr, seed, loss in ((1, 1, 2.0), (1, 2, 2.2), (1, 3, 2.1), (2, 1, 3.0)):
         name = f"{lr}_{seed}"
-        folders.append(run_of(tmp_path / name, loss, out_dir=name, lr=lr, seed=seed, shuffle_seed=seed))
+        folders.append(
+            run_of(tmp_path / name, loss, out_dir=name, lr=lr, seed=seed, shuffle_seed=seed)
+        )
     base = [
         run_of(tmp_path / f"base_{s}", 2.4 + s / 10, out_dir=f"b{s}", lr=3, seed=s, shuffle_seed=s)
         for s in (3, 2, 1)
@@ -105,20 +112,34 @@ def test_groups_their_means_and_their_differences(tmp_path, capsys):
 
 
 def test_an_edit_is_no_setting_and_pairs_need_seeds_and_rows(tmp_path, capsys):
-    """Sides of equal settings have the names of their folders; logs of other seeds or rows make no pairs."""
-    gate = [run_of(tmp_path / f"gate_{s}", 2 + s / 10, False, out_dir=f"g{s}", seed=s) for s in (1, 2)]
-    base = [run_of(tmp_path / f"base_{s}", 2 + s / 10, False, out_dir=f"b{s}", seed=s) for s in (1, 3)]
+    """Sides of equal settings have the names of their folders;
+    logs of other seeds or rows make no pairs.
+    """
+    gate = [
+        run_of(tmp_path / f"gate_{s}", 2 + s / 10, False, out_dir=f"g{s}", seed=s) for s in (1, 2)
+    ]
+    base = [
+        run_of(tmp_path / f"base_{s}", 2 + s / 10, False, out_dir=f"b{s}", seed=s) for s in (1, 3)
+    ]
     lines, err = printed([*gate, "--against", *base], capsys, tmp_path)
-    assert [line.split()[:2] for line in lines[1:3]] == [["gate", "2"], ["base", "2"]] and "n/a" in lines[1]
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["gate", "2"],
+        ["base", "2"],
+    ] and "n/a" in lines[1]
     assert lines[3:] == [
         "",
         "gate less base, with 95% intervals",
         "loss         Welch           -0.0500  -0.7419 to +0.6419  not established",
     ]
-    other = run_of(tmp_path / "base_2", 2.0, held_out="b; 100 tokens", done=False, out_dir="b2", seed=2)
+    other = run_of(
+        tmp_path / "base_2", 2.0, held_out="b; 100 tokens", done=False, out_dir="b2", seed=2
+    )
     lines, err = printed([*gate, "--against", base[0], other], capsys, tmp_path)
     assert not any("paired" in line for line in lines)
-    assert "base_2 has not come to its end" in err and "not all runs were validated on the same rows" in err
+    assert (
+        "base_2 has not come to its end" in err
+        and "not all runs were validated on the same rows" in err
+    )
 
 
 def test_runs_of_a_group_have_one_colour(tmp_path, capsys):
@@ -136,7 +157,9 @@ def test_runs_of_a_group_have_one_colour(tmp_path, capsys):
 
 
 def test_small_logs_of_the_repository(capsys, tmp_path):
-    logs = [str(ROOT / f"results/modern/8x512{end}.jsonl") for end in ("_seed_2", "_seed_3", "_gelu")]
+    logs = [
+        str(ROOT / f"results/modern/8x512{end}.jsonl") for end in ("_seed_2", "_seed_3", "_gelu")
+    ]
     lines, _ = printed([logs[2], "--against", *logs[:2]], capsys, tmp_path)
     assert [line.split()[:2] for line in lines[1:3]] == [["mlp=gelu", "1"], ["mlp=relu2", "2"]]
     assert lines[-2].endswith("not established: one seed on a side")
@@ -153,7 +176,9 @@ def test_what_is_no_comparison(tmp_path, words, message):
         run_of(tmp_path / name, 2.0, out_dir=name, seed=seed)
     write(tmp_path / "none", [dict(kind="train", step=1, loss=2.0)])
     with pytest.raises(UserError, match=message) as error:
-        plot.main(configure(plot.Config, [w if w[:2] == "--" else str(tmp_path / w) for w in words]))
+        plot.main(
+            configure(plot.Config, [w if w[:2] == "--" else str(tmp_path / w) for w in words])
+        )
     one_line(error)
 
 
@@ -167,7 +192,8 @@ def test_real_runs_are_paired_and_their_norms_are_drawn(data_dir, tmp_path, caps
     capsys.readouterr()
     lines, err = printed([*sides["gelu"], "--against", *sides["relu2"]], capsys, tmp_path)
     assert err == "" and lines[4] == "mlp=gelu less mlp=relu2, with 95% intervals"
-    assert [line.split()[1] for line in lines[5:]] == ["Welch", "paired"]  # the data has no bytes of tokens
+    # the data has no bytes of tokens
+    assert [line.split()[1] for line in lines[5:]] == ["Welch", "paired"]
     lines, err = printed([sides["gelu"][0], "--norms"], capsys, tmp_path)
     assert [line.split(":")[0] for line in lines] == ["weight", "gradient", "update"] and err == ""
 
@@ -177,7 +203,10 @@ def test_norms_are_drawn_over_their_median_and_the_largest_is_named(tmp_path, ca
     lines = [dict(kind="train", step=step, loss=3.0, norm=1.0, lr=0.1) for step in range(1, 51)]
     for step in range(10, 60, 10):
         values = {name: 0.1 * (i + 1) for i, name in enumerate(names)}
-        spike = values | {"blocks.2.attn.q": 3.0 if step == 40 else 0.6, "wte": None if step == 50 else 0.0}
+        spike = values | {
+            "blocks.2.attn.q": 3.0 if step == 40 else 0.6,
+            "wte": None if step == 50 else 0.0,
+        }
         lines.append(dict(kind="norms", step=step, weight=values, gradient=spike, update=values))
     run = write(tmp_path / "a", lines)
     figure = norms.draw(logs.load([run]))
@@ -186,7 +215,13 @@ def test_norms_are_drawn_over_their_median_and_the_largest_is_named(tmp_path, ca
     [mesh] = figure.axes[4].collections
     drawn = mesh.get_array().reshape(7, 5)  # wte, then q of each block, then up
     assert drawn[0].mask.all() and drawn[3].tolist() == pytest.approx([1, 1, 1, 5, 1])
-    assert [label.get_text() for label in figure.axes[3].get_yticklabels()] == ["wte", "attn.q", "mlp.up"]
+    assert [label.get_text() for label in figure.axes[3].get_yticklabels()] == [
+        "wte",
+        "attn.q",
+        "mlp.up",
+    ]
     for runs in ([run, run], [write(tmp_path / "b", lines[:50])]):
-        with pytest.raises(UserError, match="draws one run that was trained with --norms_interval=N"):
+        with pytest.raises(
+            UserError, match="draws one run that was trained with --norms_interval=N"
+        ):
             norms.draw(logs.load(runs))

@@ -23,9 +23,13 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     first = "".join(Path(f"config/{name}.py").read_text().replace("\\\n#    ", "").splitlines()[:1])
     assert f"train.py config/{name}.py" in first
-    ranks = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", first)))  # 1 without torchrun
+    # 1 without torchrun
+    ranks = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", first)))
     cfg = configure(Config, [f"config/{name}"])
-    check(dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg, ranks)
+    check(
+        dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg,
+        ranks,
+    )
 
 
 @pytest.mark.parametrize("words, ranks, message", [
@@ -34,7 +38,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--weights=bf16 --optimizer=adamw8bit", 2, "which DDP sums in bf16; try --reduce_dtype=bf16"),
     ("--weights=bf16", 1, "optimizer=adamw, which loses small updates; try --optimizer=adamw8"),
     ("--weights=bf16 --optimizer=adamw8bit --precision=fp32", 1, "=fp32, which needs more bits"),
-    ("--deterministic --attention=cudnn", 1, "=cudnn, which adds in no fixed order; try --attention=fl"),
+    ("--deterministic --attention=cudnn", 1,
+     "=cudnn, which adds in no fixed order; try --attention=fl"),
     ("--cuda_graph --remat=block", 1, "cuda_graph=True does not go with remat=block"),
     ("--cuda_graph --parallel=zero2", 2, "cuda_graph=True does not go with parallel=zero2"),
     ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
@@ -46,16 +51,19 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--context_parallel=2 --block_size=1023", 2, "divisible by context_parallel=2; try 1022"),
     ("--context_parallel=8 --batch_size=1", 8, "n_head=12 must be divisible by context_parallel=8"),
     ("--context_parallel=4 --n_kv_head=6", 4, "one of n_kv_head=6 and context_parallel=4 must"),
-    ("--n_head=0 --n_kv_head=0 --clip=nan", 1, "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
+    ("--n_head=0 --n_kv_head=0 --clip=nan", 1,
+     "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
     ("--clip=0", 1, "clip=0.0 must be over 0; nanoGPT's 0, no clipping, is --clip=None"),
     ("--beta1=1.0 --lr=-1", 1, "beta1=1.0 must be below 1; lr=-1.0 must be at least 0"),
     ("--init_from=resume", 1, "init_from=resume is nanoGPT's; it is --resume=auto here"),
-    ("--grad_clip=1 --eval_iters=9", 1, "did you mean clip.*; did you mean eval_tokens, which is in tok"),
+    ("--grad_clip=1 --eval_iters=9", 1,
+     "did you mean clip.*; did you mean eval_tokens, which is in tok"),
     ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
     ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
     ("--key_offset=True", 1, "key_offset=True needs positions=rope, .*; leave it out"),
     ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
-    ("--batch_schedule=65536:0.5", 2, "batch_schedule=65536 is not divisible .*=.131072; nearest: 131072"),
+    ("--batch_schedule=65536:0.5", 2,
+     "batch_schedule=65536 is not divisible .*=.131072; nearest: 131072"),
     ("--batch_schedule=65536", 1, "batch_schedule=65536: expected TOKENS:SHARE,... that grow"),
     ("--batch_schedule=65536:0.5,131072:0.2", 1, "expected TOKENS:SHARE,... that grow"),
     ("--batch_schedule=131072:0.2,65536:0.5", 1, "that grow, below batch_tokens and 1, such as"),
@@ -70,7 +78,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--max_seconds=inf", 1, "max_seconds=inf must be finite"),
     ("--max_seconds=9 --max_tokens=9", 1, "max_tokens=9, which ends the run too; try one of them"),
     ("--max_seconds=9 --weight_decay=None", 1, "weight_decay=None, which counts the steps"),
-    ("--max_seconds=9 --deterministic", 1, "deterministic=True, which a clock is not; try --max_tokens"),
+    ("--max_seconds=9 --deterministic", 1,
+     "deterministic=True, which a clock is not; try --max_tokens"),
 ])  # fmt: skip
 @pytest.mark.fault(12, 18, 80)
 def test_what_cannot_be_is_one_line(words, ranks, message):
@@ -93,16 +102,22 @@ def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
 def test_help_has_sections_the_most_used_first_and_a_comment_for_every_setting():
     rows = describe(Config).splitlines()
     sections = [row for row in rows if row and not row.startswith(" ")]
-    assert sections[:3] == ["Run:", "Data:", "Batch and schedule:"] and sections[-1].startswith("Model")
+    assert sections[:3] == ["Run:", "Data:", "Batch and schedule:"] and sections[-1].startswith(
+        "Model"
+    )
     shown = [row for row in rows if row.startswith("  --")]
     names = [row.split("=")[0].strip(" -") for row in shown]
     assert sorted(names) == sorted(f.name for f in dataclasses.fields(Config))
     assert len(names) <= 89
-    for row, below in itertools.pairwise([*rows, ""]):  # a long setting has its comment on the next row
+    # a long setting has its comment on the next row
+    for row, below in itertools.pairwise([*rows, ""]):
         if row.startswith("  --"):
             assert row[28:].strip() or below.startswith(" " * 28)
 
 
 def test_no_torch_is_imported():
-    code = "import sys, configurator, settings, run.source, system.files; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, configurator, settings, run.source, system.files; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

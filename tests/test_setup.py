@@ -1,4 +1,6 @@
-"""setup.sh: what it takes of a .venv that is there, and what it types where something is missing."""
+"""setup.sh: what it takes of a .venv that is there,
+and what it types where something is missing.
+"""
 
 import os
 import shutil
@@ -16,7 +18,9 @@ def checkout(tmp_path):
     folder = tmp_path / "a checkout"
     folder.mkdir()
     shutil.copy(ROOT / "setup.sh", folder)
-    (folder / "requirements.txt").write_text(f"# what it needs\nnumpy=={np.__version__}  # arrays\n")
+    (folder / "requirements.txt").write_text(
+        f"# what it needs\nnumpy=={np.__version__}  # arrays\n"
+    )
     program(folder / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
     return folder
 
@@ -39,7 +43,8 @@ def test_a_filled_venv_is_taken_as_it_is(checkout):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has no build with CUDA")
 def test_uv_fills_a_venv_without_pip_and_the_cpu_build_is_asked_for(checkout):
-    program(checkout / ".venv/bin/python", f'exec "{sys.executable}" -S "$@"')  # -S: no packages, no pip
+    # -S: no packages, no pip
+    program(checkout / ".venv/bin/python", f'exec "{sys.executable}" -S "$@"')
     program(checkout / "tools/uv", 'echo "uv $*"')
     (checkout / "requirements.txt").write_text("torch==2.0  # GPUs\n")
     (checkout / "more.txt").write_text('triton>=3; sys_platform == "linux"\n')
@@ -48,7 +53,9 @@ def test_uv_fills_a_venv_without_pip_and_the_cpu_build_is_asked_for(checkout):
         assert "5 GB; for its CPU build: ./setup.sh --cpu\n" in setup(checkout).stdout
     done = setup(checkout, "--cpu", "more.txt")
     assert done.returncode == 0 and "CUDA" not in done.stdout
-    assert done.stdout.splitlines()[-1] == f"{install} -r more.txt torch==2.0+cpu --torch-backend cpu"
+    assert (
+        done.stdout.splitlines()[-1] == f"{install} -r more.txt torch==2.0+cpu --torch-backend cpu"
+    )
     assert "has a space" in done.stderr
 
 

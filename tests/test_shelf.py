@@ -1,6 +1,8 @@
-"""The patches of experiments/ apply to the sources, say what they are, and are in the table of its README.
+"""The patches of experiments/ apply to the sources, say what they are, and are in the table of its
+README.
 
-What each computes in which mode is compared in test_experiments.py, from tests/experiments/shelf.py.
+What each computes in which mode is compared in test_experiments.py, from
+tests/experiments/shelf.py.
 """
 
 import re
@@ -25,13 +27,17 @@ def touched(file):
 def sizes(file):
     """(lines added, lines removed)"""
     lines = file.read_text().partition("diff --git")[2].splitlines()
-    return tuple(sum(line.startswith(sign) and line[:3] != 3 * sign for line in lines) for sign in "+-")
+    return tuple(
+        sum(line.startswith(sign) and line[:3] != 3 * sign for line in lines) for sign in "+-"
+    )
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @named
 def test_a_patch_applies(file, tmp_path):
-    """To the sources as they are, or, where somebody is editing them, as the last commit has them."""
+    """To the sources as they are, or, where somebody is editing them,
+    as the last commit has them.
+    """
     now, last = tmp_path / "now", tmp_path / "last"
     for name in touched(file):
         (now / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +48,9 @@ def test_a_patch_applies(file, tmp_path):
     except patch.MissingAnchor as error:
         why = str(error)
     for name in touched(file):
-        show = subprocess.run(["git", "show", f"HEAD:./{name}"], cwd=ROOT, capture_output=True, text=True)
+        show = subprocess.run(
+            ["git", "show", f"HEAD:./{name}"], cwd=ROOT, capture_output=True, text=True
+        )
         assert show.returncode == 0, why
         (last / name).parent.mkdir(parents=True, exist_ok=True)
         (last / name).write_text(show.stdout)

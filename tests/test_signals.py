@@ -1,4 +1,6 @@
-"""run/signals.py: a fault of one rank is heard, ends all of them, and leaves a checkpoint to go on from."""
+"""run/signals.py: a fault of one rank is heard, ends all of them,
+and leaves a checkpoint to go on from.
+"""
 
 import functools
 import json
@@ -28,7 +30,9 @@ from system.errors import UserError
 
 
 def train_with_fault(words, fault, at_rank, at_call):
-    """For ranks.attempt: train.py; a fault in one rank as it reads a batch, or in a forward, from 1 on."""
+    """For ranks.attempt: train.py; a fault in one rank as it reads a
+    batch, or in a forward, from 1 on.
+    """
     place = (GPT, "forward") if fault == "forward" else (TokenLoader, "next")
     function, count = getattr(*place), []
 
@@ -71,7 +75,9 @@ FAULTS = {
 
 def attempt(number, fault, rank, call, data_dir, out_dir, grace=20, timeout=90, **settings):
     words = flags(data_dir, out_dir, **{"max_steps": 40, "save_interval": 4, **settings})
-    return ranks.attempt(number, train_with_fault, words, fault, rank, call, timeout=timeout, grace=grace)[0]
+    return ranks.attempt(
+        number, train_with_fault, words, fault, rank, call, timeout=timeout, grace=grace
+    )[0]
 
 
 def error_lines(done):
@@ -79,7 +85,9 @@ def error_lines(done):
 
 
 def check_told(done, fault, codes, line):
-    """The ranks' exit codes, and that rank 1's fault is told once, in a line that begins as `line`."""
+    """The ranks' exit codes, and that rank 1's fault is told once,
+    in a line that begins as `line`.
+    """
     assert done.codes == codes, done.stderr
     [found] = error_lines(done)
     assert re.match(line, found), found
@@ -103,7 +111,12 @@ def check_told(done, fault, codes, line):
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
     at_call, limit = 1 if fault == "forward" else 6, 6 if fault == "hangs" else 60
-    check_told(attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=limit), fault, codes, line)
+    check_told(
+        attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=limit),
+        fault,
+        codes,
+        line,
+    )
 
 
 def train_with_few_files(words, *limits):
@@ -128,7 +141,9 @@ def test_a_rank_that_ends_outside_the_run_is_told():
     code = "import sys, configurator as c, settings; c.parse(settings.Config); sys.exit(0)"
     env, pipes = os.environ | {"RANK": "1"}, dict(capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, **pipes)
-    assert done.returncode == 1 and done.stderr.startswith("error: rank 1 has ended by sys.exit or by an")
+    assert done.returncode == 1 and done.stderr.startswith(
+        "error: rank 1 has ended by sys.exit or by an"
+    )
 
 
 @pytest.mark.slow
@@ -139,19 +154,31 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
     write_shard(folder / "py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
     done = ranks.run(2, flags(folder, tmp_path / "run"))
     assert done.codes == [3, 3] and len(error_lines(done)) == 1
-    assert "error: rank 1: " in done.stderr and "py_train_000001.bin: token 132 is 60000" in done.stderr
+    assert (
+        "error: rank 1: " in done.stderr
+        and "py_train_000001.bin: token 132 is 60000" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "number, name", [(2, "SIGINT"), (0, "SIGTERM"), slow(0, "SIGHUP"), slow(0, "SIGUSR1")]
 )
 @pytest.mark.fault(26, 56, 74, 75)
-def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_dir, tmp_path, number, name):
-    settings = dict(max_steps=4, batch_size=1, batch_tokens=512, dropout=0.1, shuffle_seed=1, save_interval=9)
+def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(
+    data_dir, tmp_path, number, name
+):
+    settings = dict(
+        max_steps=4, batch_size=1, batch_tokens=512, dropout=0.1, shuffle_seed=1, save_interval=9
+    )
     micro_steps = 512 // 32 // max(1, number)
     code = 128 + getattr(signal, name)
-    done = attempt(number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings)
-    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (done.codes, done.stderr)
+    done = attempt(
+        number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings
+    )
+    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (
+        done.codes,
+        done.stderr,
+    )
     assert sorted(losses(read_log(tmp_path / "cut"))) == [1, 2]
     ranks.run(number, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
     ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
@@ -159,7 +186,9 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(data_
 
 
 def train_told_in_evaluation(words, part, at_rank):
-    """For ranks.attempt: train.py; one rank gets SIGTERM before the first batch of step 4's evaluation."""
+    """For ranks.attempt: train.py; one rank gets SIGTERM before the
+    first batch of step 4's evaluation.
+    """
     add = evaluate.Evaluations.add
 
     def added(evaluations, name, interval, function, *more, **named):
@@ -177,11 +206,15 @@ def train_told_in_evaluation(words, part, at_rank):
 @pytest.mark.parametrize("part, number", [("val", 0), ("hellaswag", 0), slow("hellaswag", 2)])
 @pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
-    examples = [dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)]
+    examples = [
+        dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)
+    ]
     (tmp_path / "hellaswag").write_text("\n".join(map(json.dumps, examples)))
     settings = dict(max_steps=6, eval_interval=4, save_interval=4, hellaswag_interval=4)
     words = flags(data_dir, tmp_path / "cut", hellaswag_file=tmp_path / "hellaswag", **settings)
-    done, _ = ranks.attempt(number, train_told_in_evaluation, words, part, number - 1 if number else 0)
+    done, _ = ranks.attempt(
+        number, train_told_in_evaluation, words, part, number - 1 if number else 0
+    )
     assert set(done.codes) == {143}, done.stderr
     cut, state = read_log(tmp_path / "cut"), tmp_path / "cut/step_00000004/state.json"
     assert sorted(losses(cut, "val")) == ([0] if part == "val" else [0, 4])
@@ -194,12 +227,16 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
     ranks.run(number, words)
     whole = read_log(tmp_path / "whole")
     assert losses(cut, "val") == losses(whole, "val") and losses(cut) == losses(whole)
-    scores = [{s["step"]: s["acc_norm"] for s in log if s["kind"] == "hellaswag"} for log in (cut, whole)]
+    scores = [
+        {s["step"]: s["acc_norm"] for s in log if s["kind"] == "hellaswag"} for log in (cut, whole)
+    ]
     assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
 
 
 def train_told_in_compilation(words, at_rank, number=signal.SIGTERM):
-    """For ranks.attempt: train.py; while its compiler, another process, runs, their group gets a signal."""
+    """For ranks.attempt: train.py; while its compiler, another process, runs,
+    their group gets a signal.
+    """
     told = []
 
     def backend(graph, inputs):
@@ -231,14 +268,18 @@ def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number
 def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, tmp_path, number):
     words = flags(data_dir, tmp_path / "cut", max_steps=3, compile=True)
     last = number - 1 if number else 0
-    done, _ = ranks.attempt(number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60)
+    done, _ = ranks.attempt(
+        number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60
+    )
     assert set(done.codes) == {130} and not error_lines(done), done.stderr
     assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
     assert not checkpoint_folders.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):
-    """For ranks.attempt: train.py as a script; while step 8 is written, it gets SIGTERM once or twice."""
+    """For ranks.attempt: train.py as a script;
+    while step 8 is written, it gets SIGTERM once or twice.
+    """
     write = checkpoint.write_files
 
     def slowly(aside, contents):
@@ -257,7 +298,9 @@ def train_told_in_save(words, times):
 @pytest.mark.parametrize("times", [1, slow(2)])
 @pytest.mark.fault(28, 56)
 def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp_path, times):
-    words = flags(data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9)
+    words = flags(
+        data_dir, tmp_path, max_steps=10_000, save_interval=4, async_save=True, keep_last=9
+    )
     done, _ = ranks.attempt(0, train_told_in_save, words, times, timeout=50)
     assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
@@ -266,7 +309,9 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
         assert [folder.name for folder in found] == ["step_00000004"]
     else:  # it is finished, and where the run stopped is saved too
         [stopped] = re.findall(r"stopped      step (\d+) ", done.stdout)
-        assert {f"step_{step:08}" for step in (4, 8, int(stopped))} <= {folder.name for folder in found}
+        assert {f"step_{step:08}" for step in (4, 8, int(stopped))} <= {
+            folder.name for folder in found
+        }
         assert not list(tmp_path.glob(".writing*"))
 
 
@@ -281,25 +326,33 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
 
 @pytest.mark.slow  # imports the compiler
 @pytest.mark.fault(41)
-def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(data_dir, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(
+    data_dir, tmp_path, monkeypatch
+):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
-    with pytest.raises(UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"):
+    with pytest.raises(
+        UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"
+    ):
         train_here(data_dir, tmp_path / "run", compile=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 def start_torchrun(words, log, *options):
-    """A process of torchrun with two ranks, for the tests that kill some of them; it writes into `log`."""
+    """A process of torchrun with two ranks, for the tests that kill some of them;
+    it writes into `log`.
+    """
     meet = "--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:0 --rdzv_id=1".split()
     command = [sys.executable, "-m", "torch.distributed.run", *meet, *options, "train.py", *words]
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=ranks.environment(), stdout=file, stderr=file)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=ranks.environment(), stdout=file, stderr=file
+        )
 
 
 def wait_for(condition, seconds=300):
@@ -335,9 +388,16 @@ def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, 
 
 
 def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
-    """Kills a rank of a run under torchrun at each step of {step: rank}; it ends with every step."""
-    words = flags(data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings)
-    process, text = start_torchrun(words, tmp_path / "log", "--max-restarts=3"), (tmp_path / "log").read_text
+    """Kills a rank of a run under torchrun at each step of {step: rank};
+    it ends with every step.
+    """
+    words = flags(
+        data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings
+    )
+    process, text = (
+        start_torchrun(words, tmp_path / "log", "--max-restarts=3"),
+        (tmp_path / "log").read_text,
+    )
     for step, rank in kills.items():
         wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
         os.kill(children(process.pid)[rank], signal.SIGKILL)
@@ -350,13 +410,18 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
 def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
     work = "time.sleep(0.5); errors.leave_with_torchrun(); time.sleep(60)"
     rank = f"from system import errors; import time; {work}"
-    start = f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], start_new_session=True)"
+    start = (
+        f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], "
+        "start_new_session=True)"
+    )
     env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)
     assert done.stderr == "torchrun is gone\n"
 
 
-@pytest.mark.parametrize("seconds", [slow(0), slow(1), slow(3), *(repeated(s / 2) for s in range(7, 24))])
+@pytest.mark.parametrize(
+    "seconds", [slow(0), slow(1), slow(3), *(repeated(s / 2) for s in range(7, 24))]
+)
 @pytest.mark.fault(49, 68)
 def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path, seconds):
     """So long after it has started them: in the imports, in the rendezvous, while they train."""
@@ -369,7 +434,9 @@ def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path, seconds):
 @pytest.mark.slow
 @pytest.mark.fault(44, 49, 50)
 def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
-    words = flags(data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100)
+    words = flags(
+        data_dir, tmp_path / "run", max_steps=100_000, save_interval=100, log_interval=100
+    )
     process = start_torchrun(words, tmp_path / "log")
     wait_for(lambda: "saved" in (tmp_path / "log").read_text())
     for how in ("--overwrite", "--resume=auto"):

@@ -1,4 +1,6 @@
-"""tests/soak.py: a short form of it whole, and that its table tells what grows from what fills up."""
+"""tests/soak.py: a short form of it whole,
+and that its table tells what grows from what fills up.
+"""
 
 import numpy as np
 import pytest
@@ -6,17 +8,22 @@ import soak
 
 
 def judged(memory, dt):
-    """[whether each row of the table holds] of a run of 1,000 steps, given as functions of the step."""
+    """[whether each row of the table holds] of a run of 1,000 steps,
+    given as functions of the step.
+    """
     steps = np.arange(1, 1001)
     samples = np.stack([steps, memory(steps)], 1)[::20].astype(float)
-    log = [dict(kind="train", step=int(step), dt_ms=float(ms)) for step, ms in zip(steps, dt(steps))]
+    log = [
+        dict(kind="train", step=int(step), dt_ms=float(ms)) for step, ms in zip(steps, dt(steps))
+    ]
     return [holds for *_, holds in soak.flat(soak.Config(steps=1000), samples, log)]
 
 
 def test_what_grows_is_told():
     same = lambda steps: 100 + steps % 7
     growing = lambda share: lambda steps: same(steps) * (1 + share * steps / 1000)
-    filling = lambda steps: same(steps) + 100 * np.minimum(steps, 150)  # a cache, full after a seventh
+    # a cache, full after a seventh
+    filling = lambda steps: same(steps) + 100 * np.minimum(steps, 150)
     assert judged(same, same) == judged(filling, growing(0.05)) == [True, True]
     assert judged(growing(0.05), same) == [False, True]
     assert judged(growing(0.01), growing(0.3)) == [True, False]

@@ -1,4 +1,6 @@
-"""run/source.py: a run and its checkpoints keep the code that they were trained with, and tell of edits."""
+"""run/source.py: a run and its checkpoints keep the code that they were trained with,
+and tell of edits.
+"""
 
 import importlib.util
 import sys
@@ -11,7 +13,13 @@ from system.errors import UserError
 
 def test_every_source_of_this_repository_is_digested():
     found = source.digests()
-    assert {"model.py", "kernels.py", "train.py", "run/source.py", "scale/parallel.py"} <= found.keys()
+    assert {
+        "model.py",
+        "kernels.py",
+        "train.py",
+        "run/source.py",
+        "scale/parallel.py",
+    } <= found.keys()
     assert not any(name.startswith(("tests/", "config/")) for name in found)
     assert all(len(digest) == 64 for digest in found.values())
 
@@ -20,14 +28,23 @@ def test_every_source_of_this_repository_is_digested():
 def begin(tmp_path, monkeypatch):
     """(a repository of some files, a function by which a process begins in it)."""
     here = tmp_path / "repository"
-    for name in ("model.py", "kernels.py", "plot.py", "fast/mlp.py", "fast/hopper.cu", "fast/notes.txt"):
+    for name in (
+        "model.py",
+        "kernels.py",
+        "plot.py",
+        "fast/mlp.py",
+        "fast/hopper.cu",
+        "fast/notes.txt",
+    ):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(f"# {name}\n")
 
     def begin():
         monkeypatch.setattr(source, "HERE", here)
         monkeypatch.setattr(source, "BEGAN", source.digests())
-        monkeypatch.setattr(source, "COPIES", {name: (here / name).read_bytes() for name in source.COPIED})
+        monkeypatch.setattr(
+            source, "COPIES", {name: (here / name).read_bytes() for name in source.COPIED}
+        )
         monkeypatch.setattr(source, "_imported", set())
 
     begin()
@@ -50,7 +67,10 @@ def test_an_edit_is_named_with_the_way_back(tmp_path, begin):
     (here / "model.py").write_text("edited")
     begin()
     text = source.warning(run)
-    assert f"differs (fast/new.cu, model.py) from that of {run}, which keeps" in text and "\n" not in text
+    assert (
+        f"differs (fast/new.cu, model.py) from that of {run}, which keeps" in text
+        and "\n" not in text
+    )
     for text in ("{", "[]", '{"files": 3}'):
         (run / "source.json").write_text(text)
         assert source.warning(run) is None
@@ -63,7 +83,9 @@ def load(path, monkeypatch):
 
 @pytest.mark.fault(95)
 def test_what_is_recorded_is_what_was_imported(tmp_path, begin, monkeypatch):
-    """An edit after the imports changes neither the run nor its record; one before them is refused."""
+    """An edit after the imports changes neither the run nor its record;
+    one before them is refused.
+    """
     (here, begin), run = begin, tmp_path / "run"
     run.mkdir()
     load(here / "model.py", monkeypatch)

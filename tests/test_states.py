@@ -1,4 +1,6 @@
-"""run/states.py: values of any type come back as they were, on each rank, or are refused in one line."""
+"""run/states.py: values of any type come back as they were, on each rank,
+or are refused in one line.
+"""
 
 import collections
 import math
@@ -24,7 +26,9 @@ SHAPE = dict(vocab_size=100, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, b
 
 
 class Odd(torch.optim.Optimizer):
-    """States of many kinds, made late, in groups and attributes too; its steps depend on all of them."""
+    """States of many kinds, made late, in groups and attributes too;
+    its steps depend on all of them.
+    """
 
     def __init__(self, params, lr=0.1, scale=1.0, kept=None):
         super().__init__(params, dict(lr=lr, scale=scale, weight=0.0, count=0, best=math.inf))
@@ -44,7 +48,10 @@ class Odd(torch.optim.Optimizer):
                 if len(state) == 0:
                     state["codes"] = torch.zeros_like(p, dtype=torch.uint8)
                     state["master"] = p.detach().clone().double()
-                    state["parts"] = [torch.zeros(3, dtype=torch.bfloat16), ("a", 1, 1.0, None, True)]
+                    state["parts"] = [
+                        torch.zeros(3, dtype=torch.bfloat16),
+                        ("a", 1, 1.0, None, True),
+                    ]
                     state["by"] = {
                         "1": torch.zeros(1),
                         1: torch.zeros(2, 2, dtype=torch.bool),
@@ -100,7 +107,9 @@ def resumed(state, folder):
 
 def same(a, b):
     if torch.is_tensor(a):
-        return type(a) is type(b) and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        return (
+            type(a) is type(b) and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        )
     if isinstance(a, dict):
         return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
@@ -122,7 +131,8 @@ def test_states_groups_and_attributes_of_any_type_go_on(tmp_path):
     assert pairs[0][1]["shared"] is pairs[1][1]["shared"]
     for a, b in zip(whole.optimizer.param_groups, other.optimizer.param_groups):
         assert same(
-            {k: v for k, v in a.items() if k != "params"}, {k: v for k, v in b.items() if k != "params"}
+            {k: v for k, v in a.items() if k != "params"},
+            {k: v for k, v in b.items() if k != "params"},
         )
     assert (other.optimizer.steps, other.optimizer.mean.item()) == (3, 1.75)
     steps(whole, 2, first=3)
@@ -153,7 +163,9 @@ def test_a_setting_that_no_step_changes_is_that_of_the_resumed_run(tmp_path):
 def test_what_a_checkpoint_cannot_hold_is_named(tmp_path):
     state = state_of()
     state.own["set"] = {1, 2}
-    with pytest.raises(checkpoint.CheckpointError, match="set is of type set: a checkpoint holds") as error:
+    with pytest.raises(
+        checkpoint.CheckpointError, match="set is of type set: a checkpoint holds"
+    ) as error:
         saved(state, tmp_path)
     one_line(error)
     state.own.clear()
@@ -165,7 +177,9 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path):
     state.own.clear()
     name, p = next(state.model.named_parameters())
     state.optimizer.state[p]["iterator"] = iter("a")
-    with pytest.raises(checkpoint.CheckpointError, match=f"{name}.iterator is of type str_.*iterator"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=f"{name}.iterator is of type str_.*iterator"
+    ):
         saved(state, tmp_path)
     assert not list(tmp_path.glob("step_*"))
 
@@ -197,7 +211,9 @@ def test_another_optimizer_is_refused(tmp_path):
     state = state_of(make=torch.optim.AdamW)
     steps(state, 1)
     folder = saved(state, tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="optimizer states are of AdamW, now it is Odd"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="optimizer states are of AdamW, now it is Odd"
+    ):
         resumed(state_of(), folder)
 
 
@@ -215,14 +231,18 @@ class Counter:
 
 
 def test_own_state_comes_back_in_place(tmp_path):
-    whole = state_of(own={"average": {"a": torch.ones(3)}, "count": 3, "counter": Counter(), "old": 1.5})
+    whole = state_of(
+        own={"average": {"a": torch.ones(3)}, "count": 3, "counter": Counter(), "old": 1.5}
+    )
     whole.own["counter"].values = {"count": 4, "sum": torch.tensor([1.0, 2.0])}
     folder = saved(whole, tmp_path)
     average = {"a": torch.zeros(3)}
     tensor = average["a"]
     other = state_of(own={"average": average, "count": 0, "counter": Counter(), "new": 2})
     warnings = resumed(other, folder)
-    assert other.own["average"] is average and average["a"] is tensor and tensor.tolist() == [1, 1, 1]
+    assert (
+        other.own["average"] is average and average["a"] is tensor and tensor.tolist() == [1, 1, 1]
+    )
     assert other.own["count"] == 3 and other.own["new"] == 2
     assert same(other.own["counter"].values, whole.own["counter"].values)
     assert [w.partition(" ")[0] for w in warnings] == ["own['new']", "own['old']"]
@@ -274,7 +294,9 @@ def sharded_by_two(folder):
 def test_states_by_rows_go_on_whole_and_others_only_where_they_mean_the_same(tmp_path):
     expected, _ = ranks.call(2, sharded_by_two, tmp_path)
     folder = checkpoint_folders.find(tmp_path)
-    words = r"own \(3,\) has not the parameter's shape; saved by a model among 2 ranks.*, not among 1"
+    words = (
+        r"own \(3,\) has not the parameter's shape; saved by a model among 2 ranks.*, not among 1"
+    )
     with pytest.raises(checkpoint.CheckpointError, match=words) as error:
         resumed(state_of(make=Own), folder)
     one_line(error)
@@ -368,6 +390,8 @@ def test_states_that_are_alike_go_on_on_one_rank(tmp_path):
     (expected, _) = ranks.call(2, saved_by_two, tmp_path, True)
     state = state_of(make=Own)
     folder = checkpoint_folders.find(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="values of State.own: .* differs from rank to rank"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="values of State.own: .* differs from rank to rank"
+    ):
         resumed(state, folder)
     assert [s["own"].tolist() for s in state.optimizer.state.values()] == expected

@@ -12,14 +12,18 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 
 # of a block, by compute capability: A100, RTX 4090 and L40, H100, B200, RTX 5090
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
-BF16 = "_norm_forward _norm_backward _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
+BF16 = (
+    "_norm_forward _norm_backward _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
+)
 BF16 += "_rope_forward _rope_backward _update _attend _join"
 FP8 = " _prepare _cast _transpose _shrink _align"
 HOPPER = " _target_logits _exponential_rows"
 
 
 # other GPUs when asked for: 14 s each
-@pytest.mark.parametrize("capability", [slow(c) if c in (80, 90) else repeated(c) for c in SHARED_KIB])
+@pytest.mark.parametrize(
+    "capability", [slow(c) if c in (80, 90) else repeated(c) for c in SHARED_KIB]
+)
 def test_kernels_of_a_step_compile_and_fit(capability):
     command, env = [sys.executable, "tests/targets.py", str(capability)], {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)

@@ -1,4 +1,6 @@
-"""corpus/text_files.py: every kind of file is read, or refused in one line, through shards of bytes."""
+"""corpus/text_files.py: every kind of file is read, or refused in one line,
+through shards of bytes.
+"""
 
 import bz2
 import gzip
@@ -29,7 +31,9 @@ def line(text):
 def texts_of(out):
     """The training documents of byte shards."""
     ids = np.concatenate(shard_tokens(out, "train"))
-    return [bytes(row[1:].tolist()).decode() for row in np.split(ids, np.flatnonzero(ids == 256)[1:])]
+    return [
+        bytes(row[1:].tolist()).decode() for row in np.split(ids, np.flatnonzero(ids == 256)[1:])
+    ]
 
 
 def written(folder, **contents):
@@ -59,7 +63,12 @@ def zipped(**members):
 )
 @pytest.mark.fault(111)
 def test_a_kind_is_told_by_the_suffixes_in_any_case(tmp_path, name):
-    pack = {"gz": gzip.compress, "zst": zstandard.compress, "xz": lzma.compress, "bz2": bz2.compress}
+    pack = {
+        "gz": gzip.compress,
+        "zst": zstandard.compress,
+        "xz": lzma.compress,
+        "bz2": bz2.compress,
+    }
     data = pack.get(name.lower().rpartition(".")[2], bytes)(line("one") + line("two"))
     (tmp_path / name).write_bytes(data)
     assert read(tmp_path, tmp_path / name)[0] == read(tmp_path, tmp_path)[0] == ["one", "two"]
@@ -86,7 +95,8 @@ def test_other_kinds_are_refused_with_those_that_are_read(tmp_path, name):
         ) as error:
             read(tmp_path, dataset)
         assert name in one_line(error)
-    with pytest.raises(UserError, match="left out of folders: 1 [.a-z0-9]+$"):  # no hint that leads here
+    # no hint that leads here
+    with pytest.raises(UserError, match="left out of folders: 1 [.a-z0-9]+$"):
         read(tmp_path, tmp_path)
 
 
@@ -95,10 +105,15 @@ def test_lines_of_json_are_never_one_document(tmp_path):
     """In files without a suffix, as they lie in the hub's cache."""
     named = dict(blob=line("one") + line("two"), blob2=b'[{"body": "one"}]', x__txt=line("one"))
     for path in sorted(written(tmp_path, **named).iterdir()):
-        with pytest.raises(DataError, match=f"{path.name} holds records of JSON, not text; name it"):
+        with pytest.raises(
+            DataError, match=f"{path.name} holds records of JSON, not text; name it"
+        ):
             read(tmp_path, path)
     written(tmp_path, code__py=b'{"a": 1}\nprint()\n', list__txt=b"[1]\n")
-    assert read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")[0] == ['{"a": 1}\nprint()\n', "[1]\n"]
+    assert read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")[0] == [
+        '{"a": 1}\nprint()\n',
+        "[1]\n",
+    ]
 
 
 @pytest.mark.fault(92)
@@ -135,7 +150,9 @@ def one_bad_row(path):
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
 
 
-@pytest.mark.parametrize("error, passing", [(OSError("reset by peer"), True), (ValueError("bad"), False)])
+@pytest.mark.parametrize(
+    "error, passing", [(OSError("reset by peer"), True), (ValueError("bad"), False)]
+)
 def test_only_what_may_pass_is_advised_to_be_repeated(error, passing):
     with pytest.raises(UserError, match="read: .*") as caught, told("cannot be read", again=True):
         raise error
@@ -184,7 +201,9 @@ def test_links_out_of_a_folder_are_left_out_and_circles_end(tmp_path):
     written(tmp_path / "out", secret__txt=b"secret")
     folder = written(tmp_path / "in", a__txt=b"A")
     written(folder / "more", b__txt=b"B")
-    for name, target in dict(file=tmp_path / "out/secret.txt", all=tmp_path / "out", again=folder).items():
+    for name, target in dict(
+        file=tmp_path / "out/secret.txt", all=tmp_path / "out", again=folder
+    ).items():
         os.symlink(target, folder / f"{name}.txt")
     os.symlink("a.txt", folder / "once more.txt")
     texts, said = read(tmp_path, folder)
@@ -203,13 +222,17 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
     before = source.stat()
     source.write_bytes(source.read_bytes().replace(b"document", b"replaced"))
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match="was begun with another contents_sha256; use another --out_dir"):
+    with pytest.raises(
+        UserError, match="was begun with another contents_sha256; use another --out_dir"
+    ):
         prepare(tmp_path / "d", **settings)
     assert read(tmp_path, source)[0][0] == "replaced 000"
 
 
 def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
-    """Texts never give the pad; any other id that the model lacks is refused before the first step."""
+    """Texts never give the pad; any other id that the model lacks
+    is refused before the first step.
+    """
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text(tokenizer.load("bytes").to_json())
     (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(dict(pad_token="<pad>")))
@@ -244,7 +267,10 @@ def test_a_file_name_that_is_not_utf_8_can_be_told(tmp_path):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
     texts, said = read(tmp_path, tmp_path, skip_bad_documents=True)
     assert texts == ["good", "caf\ufffd"]
-    assert r"caf\udce9.jsonl:2: it is not valid" in said and r"caf\udce9.txt is not UTF-8 throughout" in said
+    assert (
+        r"caf\udce9.jsonl:2: it is not valid" in said
+        and r"caf\udce9.txt is not UTF-8 throughout" in said
+    )
 
 
 def test_only_the_field_of_the_text_has_a_type(tmp_path):

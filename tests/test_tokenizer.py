@@ -1,4 +1,6 @@
-"""tokenizer.py: every kind of tokenizer against its reference, on the source of Python's standard library."""
+"""tokenizer.py: every kind of tokenizer against its reference,
+on the source of Python's standard library.
+"""
 
 import base64
 import json
@@ -39,7 +41,9 @@ def small(texts, tmp_path):
     options = dict(vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
     inner.train_from_iterator(texts[:10], **options)
     inner.save(str(tmp_path / "tokenizer.json"))
-    return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json"
+    return tokenizers.Tokenizer.from_file(
+        str(tmp_path / "tokenizer.json")
+    ), tmp_path / "tokenizer.json"
 
 
 def check_bytes(tok, texts):
@@ -53,14 +57,17 @@ def check_bytes(tok, texts):
 
 
 def check_json(tok, texts, folder):
-    """The tokenizer.json of a tokenizer gives the same ids, and their bytes and separators are the same."""
+    """The tokenizer.json of a tokenizer gives the same ids,
+    and their bytes and separators are the same.
+    """
     texts = texts[:8] + ODD
     (folder / "tokenizer.json").write_text(tok.to_json(), "utf-8")
     again = tokenizer.load(str(folder / "tokenizer.json"))
     assert (again.vocab_size, again.eot, again.ends) == (tok.vocab_size, tok.eot, tok.ends)
     assert np.array_equal(again.token_bytes(), tok.token_bytes())
     assert all(
-        np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), again.encode_batch(texts), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(tok.encode_batch(texts), again.encode_batch(texts), strict=True)
     )
 
 
@@ -78,20 +85,24 @@ def test_encodings_are_tiktokens(name, texts, tmp_path):
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])  # raises at import, in use
+# raises at import, in use
+@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])
 def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
     (tmp_path / "gigatoken.py").write_text(source + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
     tokens = tokenizer.load("gpt2").encode_batch(texts)
-    assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(texts)
+    assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(
+        texts
+    )
     monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
 
 
 @pytest.mark.gpt2
 def test_gigatoken_that_differs_is_not_used(monkeypatch):
     pytest.importorskip("gigatoken")
-    for rule, used in {"": True, tokenizer.LLAMA3_PATTERN: False}.items():  # another one must be noticed
+    # another one must be noticed
+    for rule, used in {"": True, tokenizer.LLAMA3_PATTERN: False}.items():
         tok = tokenizer.Tiktoken("gpt2", tiktoken.get_encoding("gpt2"), rule)
         assert (tok.encoder != tok._encode) == used
 
@@ -128,7 +139,8 @@ def test_llama3_model_file(texts, tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks))
     tok = tokenizer.load(str(path))
-    # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001, <|eot_id|> 128009.
+    # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001,
+    # <|eot_id|> 128009.
     assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks)
     assert tok.decode([tok.eot + 9, tok.eot + 255]) == "<|eot_id|><|reserved_special_token_250|>"
     parts = dict(pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
@@ -145,19 +157,27 @@ def test_llama3_model_file(texts, tmp_path):
 def test_tokenizer_json(small, texts):
     reference, path = small
     tok = tokenizer.load(str(path))
-    assert tok.vocab_size == reference.get_vocab_size() and tok.eot == reference.token_to_id("<|endoftext|>")
+    assert tok.vocab_size == reference.get_vocab_size() and tok.eot == reference.token_to_id(
+        "<|endoftext|>"
+    )
     plain = [text for text in texts if "<|endoftext|>" not in text]
-    assert [ids.tolist() for ids in tok.encode_batch(plain)] == [reference.encode(text).ids for text in plain]
+    assert [ids.tolist() for ids in tok.encode_batch(plain)] == [
+        reference.encode(text).ids for text in plain
+    ]
     check_bytes(tok, texts)
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
 
 def test_tokenizer_json_with_and_without_gigatoken(small, texts):
-    """gigatoken encodes a file with special tokens and a processor that adds some, tokenizers other kinds."""
+    """gigatoken encodes a file with special tokens and a processor that adds some,
+    tokenizers other kinds.
+    """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     reference, path = small
-    adds = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    adds = tokenizers.processors.TemplateProcessing(
+        "<|endoftext|> $A", None, [("<|endoftext|>", 0)]
+    )
     reference.post_processor = adds
     reference.save(str(path))
     tok = tokenizer.load(str(path))
@@ -176,7 +196,8 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(
-        "tiktoken.load.read_file", lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it"))
+        "tiktoken.load.read_file",
+        lambda path: (_ for _ in ()).throw(ConnectionError("no route\nto it")),
     )
     for name, words in {
         "gpt5": "no such file or encoding; expected bytes, gpt2",
@@ -200,7 +221,8 @@ SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", 
 @pytest.mark.fault(73, 100)
 @pytest.mark.parametrize("changes, words", [
     (dict(model=dict(type="BPE", vocab={"a": 2**33}, merges=[])), "is not a tokenizer.json"),
-    (dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")), "not a tokenizer.json: Panic"),
+    (dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA")),
+     "not a tokenizer.json: Panic"),
     (dict(pre_tokenizer=dict(SPLIT, pattern=dict(Regex="("))), "Oniguruma error: end pattern"),
     (dict(pre_tokenizer=SPLIT), "fails: PanicException: Onig: Regex search error: retry-limit"),
 ])  # fmt: skip
@@ -211,34 +233,46 @@ def test_a_tokenizer_json_that_breaks_the_library_is_one_line(changes, words, tm
     one_line(error)
 
 
-@pytest.mark.parametrize("first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)])
+@pytest.mark.parametrize(
+    "first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)]
+)
 def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
     """As in Llama 1 and 2, where <s> begins a text and </s> ends it."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     inner.add_special_tokens(["</s>", "<s>", "<mine>"])
     if adds == "post_processor":
-        inner.post_processor = tokenizers.processors.TemplateProcessing("<mine> $A", None, [("<mine>", 3)])
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            "<mine> $A", None, [("<mine>", 3)]
+        )
     inner.save(str(tmp_path / "tokenizer.json"))
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config")
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config"
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(tmp_path))
     (row,) = tok.rows(["a</s>"])
-    assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
+    assert (
+        tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
     assert adds != "post_processor" or theirs == row.tolist()
 
 
 @pytest.mark.gpt2
 def test_ids_of_no_token_have_no_text():
-    """A model's head may be wider than its tokenizer: nanoGPT's has 50,304 rows for GPT-2's 50,257 ids."""
+    """A model's head may be wider than its tokenizer:
+    nanoGPT's has 50,304 rows for GPT-2's 50,257 ids.
+    """
     gpt2 = tokenizer.load("gpt2")
     assert gpt2.decode([*gpt2.encode_batch(["plain text"])[0], 50_290]) == "plain text"
 
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A function that writes files beside a small tokenizer.json -> (our tokenizer, transformers')."""
+    """A function that writes files beside a small tokenizer.json -> (our tokenizer,
+    transformers').
+    """
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
 
     def write(**files):
@@ -248,7 +282,9 @@ def theirs(tmp_path):
         inner.save(str(tmp_path / "tokenizer.json"))
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return tokenizer.load(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        return tokenizer.load(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(
+            tmp_path
+        )
 
     return write
 
@@ -280,20 +316,27 @@ def test_tokens_that_stand_beside_a_tokenizer_json_alone_are_as_transformers_has
     ours, other = theirs(**files)
     assert ours.encode_special(TALK) == other(TALK)["input_ids"]
     assert ours.vocab_size == len(other) and ours.eot == 0
-    assert ours.special == {t.content: i for i, t in other.added_tokens_decoder.items() if t.special}
+    assert ours.special == {
+        t.content: i for i, t in other.added_tokens_decoder.items() if t.special
+    }
     assert ours.decode(ours.encode(TALK)) == TALK, "in a document special tokens are characters"
     if other.eos_token:
         assert chat.stop_ids(tmp_path, ours) == {other.eos_token_id}, "a reply stops"
     (tmp_path / "export").mkdir()
     (tmp_path / "export/tokenizer.json").write_text(ours.to_json())
-    assert tokenizer.load(str(tmp_path / "export")).encode_special(TALK) == ours.encode_special(TALK)
+    assert tokenizer.load(str(tmp_path / "export")).encode_special(TALK) == ours.encode_special(
+        TALK
+    )
 
 
 @pytest.mark.parametrize("files, words", [
-    (dict(tokenizer_config=dict(added_tokens_decoder={"400": SPECIAL})), "the id 400; it comes as 262"),
-    (dict(tokenizer_config=dict(added_tokens_decoder={"x": SPECIAL})), "its tokenizer_config.json cannot"),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"400": SPECIAL})),
+     "the id 400; it comes as 262"),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"x": SPECIAL})),
+     "its tokenizer_config.json cannot"),
     (dict(tokenizer_config=dict(added_tokens_decoder=[1])), "its tokenizer_config.json cannot"),
-    (dict(added_tokens={"<pad>": 300}), "added_tokens.json has '<pad>'; save the tokenizer with a newer"),
+    (dict(added_tokens={"<pad>": 300}),
+     "added_tokens.json has '<pad>'; save the tokenizer with a newer"),
 ])  # fmt: skip
 @pytest.mark.fault(114)
 def test_tokens_beside_that_cannot_be_as_they_are_listed(files, words, theirs):
@@ -309,14 +352,20 @@ def test_dropout_of_a_tokenizer_is_off_so_that_runs_agree(small, texts, capsys):
     for _ in range(2):
         tok = tokenizer.load(str(small[1]))
         assert "its dropout=0.5 is off" in capsys.readouterr().err
-        assert all(np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), expected, strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(tok.encode_batch(texts), expected, strict=True)
+        )
         ids = [tok.parse(texts[0]).ids for _ in range(2)]
         assert ids[0] == ids[1] and json.loads(tok.to_json())["model"]["dropout"] is None
 
 
 @pytest.mark.fault(114)
-@pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"], ["vocab.txt"]])
-def test_a_folder_of_another_vocabulary_is_refused_with_what_makes_a_tokenizer_json(names, tmp_path):
+@pytest.mark.parametrize(
+    "names", [["vocab.json", "merges.txt"], ["tokenizer.model"], ["vocab.txt"]]
+)
+def test_a_folder_of_another_vocabulary_is_refused_with_what_makes_a_tokenizer_json(
+    names, tmp_path
+):
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(

@@ -14,7 +14,16 @@ import conftest
 import pytest
 import torch
 from compare import LLAMA, copied, gpt2, resumed_bitwise
-from conftest import ROOT, flags, load_checkpoint, losses, read_log, stdlib_bytes, train_here, write_shard
+from conftest import (
+    ROOT,
+    flags,
+    load_checkpoint,
+    losses,
+    read_log,
+    stdlib_bytes,
+    train_here,
+    write_shard,
+)
 
 import hellaswag
 import model as models
@@ -41,9 +50,11 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     assert [s["step"] for s in samples] == [20, 40]
     assert all(text.startswith("def") for text in samples[0]["texts"])
     assert (tmp_path / "run" / "step_00000040").is_dir()
-    found = json.loads((tmp_path / "run" / "config.json").read_text())  # what ran, "auto" no longer in it
+    # what ran, "auto" no longer in it
+    found = json.loads((tmp_path / "run" / "config.json").read_text())
     assert [found[name] for name in ("precision", "attention", "ops")] == ["fp32", "flash", "torch"]
-    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"  # the device that samples decides
+    # the device that samples decides
+    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
     text = capsys.readouterr().out
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
     row = next(line for line in text.splitlines() if line.startswith("settings "))
@@ -54,7 +65,9 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
 
 
 def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
-    """GPT-2 124M's matrices and embeddings, and its vectors; then the optimizer's groups, whatever it is."""
+    """GPT-2 124M's matrices and embeddings, and its vectors;
+    then the optimizer's groups, whatever it is.
+    """
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
     words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
     assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
@@ -78,7 +91,8 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
 
 
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
-    settings = dict(eval_interval=6, eval_tokens=1056, max_steps=1)  # 33 rows, which no batch size divides
+    # 33 rows, which no batch size divides
+    settings = dict(eval_interval=6, eval_tokens=1056, max_steps=1)
     runs = [train_here(data_dir, tmp_path / f"{b}", batch_size=b, **settings) for b in (2, 4)]
     assert losses(runs[0], "val")[0] == pytest.approx(losses(runs[1], "val")[0], rel=1e-6)
 
@@ -93,14 +107,18 @@ def test_a_batch_size_that_is_chosen_is_recorded_and_gives_the_same_run(data_dir
     for kind in ("train", "val"):
         assert losses(auto, kind) == losses(given, kind) != {}
     tensors, state = load_checkpoint(tmp_path / "a/step_00000012")
-    torch.testing.assert_close(tensors, load_checkpoint(tmp_path / "b/step_00000012")[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        tensors, load_checkpoint(tmp_path / "b/step_00000012")[0], rtol=0, atol=0
+    )
     assert state["config"]["batch_size"] == 16
     copied(tmp_path / "a", 8, tmp_path / "c")
     again = train_here(data_dir, tmp_path / "c", batch_size=2, resume="auto", eval_interval=6)
     assert losses(again) == pytest.approx({n: losses(auto)[n] for n in (9, 10, 11, 12)}, rel=1e-5)
     train_here(data_dir, tmp_path / "c", batch_size="auto", resume="auto", dry_run=True)
     cfg = Config(batch_size="auto", block_size=32, batch_tokens=500)
-    with pytest.raises(UserError, match="^batch_tokens=500 is not divisible by .* = 1\\*32\\*2 = 64"):
+    with pytest.raises(
+        UserError, match="^batch_tokens=500 is not divisible by .* = 1\\*32\\*2 = 64"
+    ):
         check(cfg, ranks=2)
 
 
@@ -116,7 +134,9 @@ def test_dry_run_writes_nothing_and_compares_the_shards_with_their_digests(data_
     train.main(configure(Config, [str(ROOT / words[0]), *words[1:]]))
     assert not (tmp_path / "run").exists()
     data = shutil.copytree(data_dir, tmp_path / "data")
-    shards = [dict(name=p.name, tokens=1, bytes=p.stat().st_size, sha256="0" * 64) for p in data.iterdir()]
+    shards = [
+        dict(name=p.name, tokens=1, bytes=p.stat().st_size, sha256="0" * 64) for p in data.iterdir()
+    ]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "shards": shards}
     (data / "manifest.json").write_text(json.dumps(manifest))
     words[1] = f"--data_dir={data}"
@@ -141,7 +161,8 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train, "Logger", Late)
     late = train_here(data_dir, tmp_path / "b", **settings)
-    assert unread == [0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1]  # all are read after steps 1, 4, 5, 8, 10, and 12
+    # all are read after steps 1, 4, 5, 8, 10, and 12
+    assert unread == [0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1]
     keys = ("kind", "step", "loss", "lr", "norm", "tokens")
     figures = [[{k: line[k] for k in keys if k in line} for line in log] for log in (plain, late)]
     assert figures[0] == figures[1]
@@ -150,7 +171,9 @@ def test_figures_read_a_step_late_are_the_same(data_dir, tmp_path, monkeypatch):
 def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on the CPU")
-    settings = dict(max_steps=4, save_interval=0, eval_interval=4, n_kv_head=2, qk_norm=True, **LLAMA)
+    settings = dict(
+        max_steps=4, save_interval=0, eval_interval=4, n_kv_head=2, qk_norm=True, **LLAMA
+    )
     eager = train_here(data_dir, tmp_path / "eager", **settings)
     fused = train_here(data_dir, tmp_path / "fused", **settings, compile=True)
     for kind in ("train", "val"):
@@ -175,27 +198,46 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto, --overwrite"):
         train_here(data_dir, tmp_path / "run")
     assert sorted(losses(read_log(tmp_path / "run"))) == [1, 2, 3, 4]
-    (tmp_path / "new").mkdir()  # where a run ended before its first step, as by a mistake in an edit
+    # where a run ended before its first step, as by a mistake in an edit
+    (tmp_path / "new").mkdir()
     (tmp_path / "new/log.jsonl").write_text('{"kind": "start", "step": 0, "rows": []}\n')
     for name, settings in dict(new={}, run=dict(overwrite=True)).items():
-        assert sorted(losses(train_here(data_dir, tmp_path / name, max_steps=2, **settings))) == [1, 2]
+        assert sorted(losses(train_here(data_dir, tmp_path / name, max_steps=2, **settings))) == [
+            1,
+            2,
+        ]
 
 
 def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_path):
     settings = dict(max_steps=4, save_interval=2, keep_last=9)
     train_here(data_dir, tmp_path / "run", **settings)
-    with pytest.raises(UserError, match="holds step_00000004, beyond .*step_00000002.*another --out_dir"):
+    with pytest.raises(
+        UserError, match="holds step_00000004, beyond .*step_00000002.*another --out_dir"
+    ):
         train_here(data_dir, tmp_path / "run", resume=tmp_path / "run/step_00000002", **settings)
-    aside = train_here(data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings)
+    aside = train_here(
+        data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings
+    )
     assert sorted(losses(aside)) == [3, 4]
     before = sorted(path.name for path in (tmp_path / "aside").iterdir())
-    for other in ("run/step_00000002", "run"):  # out_dir is used by another run than the one to be resumed
+    # out_dir is used by another run than the one to be resumed
+    for other in ("run/step_00000002", "run"):
         with pytest.raises(UserError, match="out_dir=.*aside holds another run than .*run/step_"):
-            train_here(data_dir, tmp_path / "aside", resume=tmp_path / other, **{**settings, "max_steps": 6})
+            train_here(
+                data_dir,
+                tmp_path / "aside",
+                resume=tmp_path / other,
+                **{**settings, "max_steps": 6},
+            )
     assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == before
-    log = train_here(data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5})
+    log = train_here(
+        data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5}
+    )
     assert log[-1]["step"] == 5
-    best, settings["max_steps"] = (tmp_path / "run/step_00000005").rename(tmp_path / "run/step_best"), 6
+    best, settings["max_steps"] = (
+        (tmp_path / "run/step_00000005").rename(tmp_path / "run/step_best"),
+        6,
+    )
     assert train_here(data_dir, tmp_path / "run", resume=best, **settings)[-1]["step"] == 6
 
 
@@ -215,7 +257,9 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
         file.write('{"kind": "train", "st')  # torn, as by a kill: a resumed run's log is readable
-    with pytest.raises(checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: check"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="n_layer: checkpoint 2, now 3; .*n_embd: check"
+    ):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = shutil.copytree(data_dir, tmp_path / "data")
     write_shard(other / "py_train_000003.bin", stdlib_bytes(2_000))
@@ -228,7 +272,9 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
 @pytest.mark.fault(58)
 def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_into(data_dir, tmp_path):
     with pytest.raises(NotFinite, match="step 1: weights are inf or NaN and were not saved"):
-        train_here(data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1)
+        train_here(
+            data_dir, tmp_path / "run", lr=1e38, weight_decay=10, warmup_steps=0, save_interval=1
+        )
     train_here(data_dir, tmp_path / "run", overwrite=True, max_steps=4)
     tensors, state = load_checkpoint(tmp_path / "run" / "step_00000004")
     tensors["model"]["blocks.0.mlp.up.weight"][0, 0] = float("nan")
@@ -252,15 +298,21 @@ def poison(monkeypatch, value, *steps):
 @pytest.mark.fault(58)
 def test_weights_after_a_gradient_that_is_not_finite_are_not_saved(data_dir, tmp_path, monkeypatch):
     poison(monkeypatch, math.nan, 4)
-    with pytest.raises(NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"):
+    with pytest.raises(
+        NotFinite, match="step 4: the gradient norm is nan; nothing was saved since step 3"
+    ):
         train_here(data_dir, tmp_path / "run", max_steps=8, save_interval=1)
     assert checkpoint_folders.find(tmp_path / "run").name == "step_00000003"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 @pytest.mark.fault(31)
-def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkeypatch, capsys, optimizer):
-    settings = dict(optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1)
+def test_a_step_that_is_not_finite_is_skipped_bitwise(
+    data_dir, tmp_path, monkeypatch, capsys, optimizer
+):
+    settings = dict(
+        optimizer=optimizer, max_steps=3, save_interval=1, keep_last=9, max_skipped_steps=1
+    )
     poison(monkeypatch, math.inf, 2, 5, 6)
     log = train_here(data_dir, tmp_path / "run", **settings)
     saved = [load_checkpoint(tmp_path / f"run/step_{step:08d}")[0] for step in (1, 2, 3)]
@@ -282,18 +334,25 @@ def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
     log = train_here(data_dir, tmp_path / "run", max_steps=6, lr=2e-3, resume="auto")
     rate = next(line["lr"] for line in log if line["step"] == 5)
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("schedule ")]
-    assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(f"is {rate:.3g} instead of 0.0001")
+    assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(
+        f"is {rate:.3g} instead of 0.0001"
+    )
 
 
 @pytest.mark.fault(105)
-def test_other_settings_that_decide_what_is_trained_are_told_on_a_resume(data_dir, tmp_path, capsys):
+def test_other_settings_that_decide_what_is_trained_are_told_on_a_resume(
+    data_dir, tmp_path, capsys
+):
     train_here(data_dir, tmp_path / "run", max_steps=2)
     train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto")
     assert "\nchanged" not in capsys.readouterr().out
     other = dict(seed=2, weight_decay=0.2, clip=None, beta2=0.9, dropout=0.1)
     train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto", **other)
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed ")]
-    was = "seed 1337 to 2, dropout 0.0 to 0.1, weight_decay 0.1 to 0.2, beta2 0.95 to 0.9, clip 1.0 to None"
+    was = (
+        "seed 1337 to 2, dropout 0.0 to 0.1, weight_decay 0.1 to 0.2, beta2 0.95 "
+        "to 0.9, clip 1.0 to None"
+    )
     assert was in row
 
 
@@ -329,7 +388,9 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
     path = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
     path.write_text((json.dumps(example) + "\n") * 3)
-    log = train_here(data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path)
+    log = train_here(
+        data_dir, tmp_path / "a", max_steps=2, hellaswag_interval=2, hellaswag_file=path
+    )
     assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
     with pytest.raises(UserError, match="none: No such file or directory"):
         train_here(data_dir, tmp_path / "b", hellaswag_interval=2, hellaswag_file=tmp_path / "none")
@@ -339,7 +400,9 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(hellaswag, "download", functools.partial(hellaswag.download, tmp_path / "cache"))
+    monkeypatch.setattr(
+        hellaswag, "download", functools.partial(hellaswag.download, tmp_path / "cache")
+    )
     log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
@@ -351,7 +414,9 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=4)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "other"))
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=6, resume="auto")
-    places = [len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")]
+    places = [
+        len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")
+    ]
     assert places == [1, 1]
     states = [tmp_path / f"run/step_{step:08d}/state.json" for step in (4, 6)]
     first, resumed = (json.loads(state.read_text())["wandb_id"] for state in states)
@@ -366,7 +431,8 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
     (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
     (dict(lr=float("nan"), clip=0), "lr=nan must be at least 0; clip=0.0 must be over 0"),
-    gpt2(dict(tokenizer="gpt2", sample_interval=2), "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
+    gpt2(dict(tokenizer="gpt2", sample_interval=2),
+     "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
     (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
     (dict(resume="out/none/step_00000001"), "is damaged|no whole checkpoint"),
     (dict(batch_tokens=262_144), "262,?144"),
@@ -388,7 +454,9 @@ def test_an_out_dir_that_cannot_be_is_refused(data_dir, tmp_path):
             train_here(data_dir, out)
 
 
-def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(data_dir, tmp_path, capsys):
+def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(
+    data_dir, tmp_path, capsys
+):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with pytest.raises(UserError, match="step_00000004 is beyond max_steps=2"):
         train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto")
@@ -406,7 +474,9 @@ def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_
     assert conftest.load_model(tmp_path / "run" / "step_00000004").cfg.n_embd == 64
 
 
-def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_path, capsys, monkeypatch):
+def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(
+    data_dir, tmp_path, capsys, monkeypatch
+):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr("run.source.BEGAN", source.BEGAN | {"model.py": "0" * 64})
@@ -414,7 +484,9 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_
         train_here(data_dir, run, max_steps=2)
     capsys.readouterr()
     train_here(data_dir, run, max_steps=4, resume="auto")
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
+    ]
     assert len(warnings) == 1 and f"{run}/step_00000002, which keeps" in warnings[0]
     for folder in (run, run / "step_00000002"):
         assert (folder / "model.py").read_text() == (ROOT / "model.py").read_text()
@@ -424,16 +496,22 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(data_dir, tmp_
 
 @pytest.mark.gpu
 def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
-    """From 2**40 the scaler halves its scale until gradients are finite; a skipped step changes no weight."""
+    """From 2**40 the scaler halves its scale until gradients are finite;
+    a skipped step changes no weight.
+    """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    settings = dict(device="cuda", precision="fp16", max_steps=60, save_interval=30, warmup_steps=0, lr=3e-3)
+    settings = dict(
+        device="cuda", precision="fp16", max_steps=60, save_interval=30, warmup_steps=0, lr=3e-3
+    )
     settings |= dict(overfit=True, ops="torch")  # the same batch in each step
     log = train_here(data_dir, tmp_path / "run", **settings)
     found = losses(log)
-    skipped = [line["step"] for line in log if line["kind"] == "train" and line["norm"] is None]  # inf or NaN
+    # inf or NaN
+    skipped = [line["step"] for line in log if line["kind"] == "train" and line["norm"] is None]
     assert skipped[:5] == [1, 2, 3, 4, 5] and len(skipped) < 30 and 60 not in skipped
-    for step in range(1, 60):  # a skipped step leaves the weights, so that the next loss is the same
+    # a skipped step leaves the weights, so that the next loss is the same
+    for step in range(1, 60):
         assert (found[step + 1] == pytest.approx(found[step], rel=1e-6)) == (step in skipped)
     assert found[60] < found[1] - 0.2
     resumed = copied(tmp_path / "run", 30, tmp_path / "resumed")

@@ -19,8 +19,13 @@ from system.errors import UserError
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Byte shards of a few dozen source files."""
-    folder, files = tmp_path_factory.mktemp("evaluate"), f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
-    settings = dict(dataset=files, tokenizer="bytes", out_dir=str(folder / "data"), val_tokens=100_000)
+    folder, files = (
+        tmp_path_factory.mktemp("evaluate"),
+        f"{sysconfig.get_path('stdlib')}/asyncio/*.py",
+    )
+    settings = dict(
+        dataset=files, tokenizer="bytes", out_dir=str(folder / "data"), val_tokens=100_000
+    )
     fineweb.main(fineweb.Config(**settings, shuffle_seed=1))
     return folder / "data"
 
@@ -32,7 +37,9 @@ def test_the_standard_error_is_the_scatter_of_means_over_other_documents():
         lengths = draw.integers(1, 20, 60)
         documents = np.repeat(np.arange(60), lengths)
         units = draw.integers(500, 1000, len(documents))
-        nats = units * (3 + draw.normal(0, 0.5, 60)[documents] + draw.normal(0, 0.2, len(documents)))
+        nats = units * (
+            3 + draw.normal(0, 0.5, 60)[documents] + draw.normal(0, 0.2, len(documents))
+        )
         mean, error = ratio(nats, units, documents)
         assert mean == pytest.approx(nats.sum() / units.sum())
         means, errors = [*means, mean], [*errors, error]
@@ -44,21 +51,30 @@ def test_rows_know_their_documents(shards):
     loader = TokenLoader(shards, "val", 2, 16)
     ids = np.concatenate(loader.folders[0].shards.shards)
     rows = (len(ids) - 1) // 16
-    assert loader.documents(rows).tolist() == [(ids[: r * 16 + 1] == loader.eot).sum() for r in range(rows)]
+    assert loader.documents(rows).tolist() == [
+        (ids[: r * 16 + 1] == loader.eot).sum() for r in range(rows)
+    ]
 
 
 def test_the_command_line(shards, tmp_path):
-    """It finds the loop's losses, the same over two ranks; a model less another one has a smaller error."""
+    """It finds the loop's losses, the same over two ranks;
+    a model less another one has a smaller error.
+    """
     settings = dict(max_steps=2, eval_interval=2, save_interval=2, eval_tokens=20_000)
     settings |= dict(document_mask=True)
-    logs = [train_here(shards, tmp_path / n, lr=rate, **settings) for n, rate in (("a", 1e-3), ("b", 2e-3))]
+    logs = [
+        train_here(shards, tmp_path / n, lr=rate, **settings)
+        for n, rate in (("a", 1e-3), ("b", 2e-3))
+    ]
     a, b = ([line for line in log if line["kind"] == "val"][-1] for log in logs)
     words = [str(shards), f"--checkpoint={tmp_path}/a", f"--against={tmp_path}/b", "--device=cpu"]
     words += ["--tokens=20000", "--precision=fp32", "--batch_size=3"]
     alone, both = (ranks.run(n, words, "validate.py") for n in (0, 2))
     assert alone.returncode == both.returncode == 0, alone.stderr + both.stderr
     assert both.outputs[0] == alone.stdout and both.outputs[1] == ""
-    first, second = (list(map(float, re.findall(r"-?\d\.\d{4}", line))) for line in alone.stdout.splitlines())
+    first, second = (
+        list(map(float, re.findall(r"-?\d\.\d{4}", line))) for line in alone.stdout.splitlines()
+    )
     assert first == pytest.approx([a["loss"], a["stderr"], a["bpb"], a["bpb_stderr"]], abs=1e-4)
     assert second[0] == pytest.approx(a["loss"] - b["loss"], abs=1e-4) and second[1] < first[1]
 
@@ -69,7 +85,9 @@ def test_mistakes(shards, tmp_path):
         validate.main(validate.Config())
     cfg = validate.Config(checkpoint="out/a", against="out/missing")
     cfg.words = [str(shards)]
-    with pytest.raises(UserError, match="^against=out/missing: no such folder; expected a run's or"):
+    with pytest.raises(
+        UserError, match="^against=out/missing: no such folder; expected a run's or"
+    ):
         validate.main(cfg)
     settings = dict(max_steps=1, save_interval=1, vocab_size=50257)
     train_here(shards, tmp_path / "a", **settings)

@@ -1,4 +1,5 @@
-"""Bus bandwidth of collectives by message size, as NCCL's tests define it: comparable with a link's speed.
+"""Bus bandwidth of collectives by message size, as NCCL's tests define it: comparable with a link's
+speed.
 
 torchrun --standalone --nproc_per_node=4 results/speed/comm.py
 """
@@ -30,7 +31,9 @@ def main(cfg):
     refuse(too_small(cfg, {"max_mib": 1}))
     world = parallel.start(cfg.device)
     if (n := world.size) == 1:
-        raise UserError("comm.py needs several ranks; try torchrun --nproc_per_node=4 results/speed/comm.py")
+        raise UserError(
+            "comm.py needs several ranks; try torchrun --nproc_per_node=4 results/speed/comm.py"
+        )
     say = print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
     for size in [4**k for k in range(16) if 4**k <= cfg.max_mib]:
@@ -44,7 +47,10 @@ def main(cfg):
         }
         if size == 1:
             say("".join(f"{name:>24}" for name in calls))
-        cells = [cell(share * whole.numel() * 2, call, tensors) for share, call, tensors in calls.values()]
+        cells = [
+            cell(share * whole.numel() * 2, call, tensors)
+            for share, call, tensors in calls.values()
+        ]
         say(f"{size:>8}" + "".join(f"{c:>24}" for c in cells), flush=True)
     parallel.stop()
 

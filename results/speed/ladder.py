@@ -1,9 +1,11 @@
-"""GPT-2's training speed from float32 with plain attention to fp8, one change a rung; see docs/speed.md.
+"""GPT-2's training speed from float32 with plain attention to fp8, one change a rung; see
+docs/speed.md.
 
-    python results/speed/ladder.py --rows=16       # micro-batch of build-nanogpt; 64: of config/gpt2_124m.py
+    python results/speed/ladder.py --rows=16       # as build-nanogpt; 64: as config/gpt2_124m.py
 
-A rung is a process with the changes of all rungs up to it. One that fails says why, and the next ones go on.
-Further words are settings of `bench.py step` for all rungs, such as --steps=20 or --n_layer=24.
+A rung is a process with the changes of all rungs up to it. One that fails says why, and the next
+ones go on. Further words are settings of `bench.py step` for all rungs, such as --steps=20 or
+--n_layer=24.
 """
 
 import subprocess
@@ -22,7 +24,10 @@ from measure import step
 from scale import parallel
 from settings import check
 
-PLAIN = "--precision=fp32 --compile=False --attention=math --vocab_multiple=1 --ops=torch --fused_adamw=False"
+PLAIN = (
+    "--precision=fp32 --compile=False --attention=math --vocab_multiple=1 "
+    "--ops=torch --fused_adamw=False"
+)
 RUNGS = {
     "float32, plain attention": PLAIN,
     "TF32": "--precision=tf32",

@@ -21,7 +21,9 @@ def main():
     device = torch.device("cuda")
     if reason := forms.serve(device) if torch.cuda.is_available() else "none found":
         sys.exit(f"error: it needs an NVIDIA GPU that runs the fused kernels: {reason}")
-    print(f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n")
+    print(
+        f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n"
+    )
     print(f"{'':<44}{'ms':>10}{'MiB':>10}")
     for shape in [(65_536, 768, 50_304, 50_257), (32_768, 4_096, 128_256, 128_256)]:
         losses(*shape)

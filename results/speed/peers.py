@@ -1,12 +1,14 @@
-"""The same training step here, in transformers, with Liger's kernels in it, and in nanoGPT, on one GPU.
+"""The same training step here, in transformers, with Liger's kernels in it, and in nanoGPT, on one
+GPU.
 
     python results/speed/peers.py --batch_tokens=131072 --clone=../nanoGPT          # GPT-2 124M
     python results/speed/peers.py config/llama_124m.py
-    python results/speed/peers.py config/llama_124m.py --curves=out/peers --data_dir=data/fineweb-edu
+    python results/speed/peers.py config/llama_124m.py --curves=out/peers --data_dir=data/books
 
-All start from the same weights and read the same random tokens, or with --curves those of data_dir, and write
-their losses for plot.py. The last token of a row has no target, since transformers shifts the labels itself.
-Each row is a process; with TORCHDYNAMO_SUPPRESS_ERRORS=1 what torch.compile cannot take runs as it is.
+All start from the same weights and read the same random tokens, or with --curves those of data_dir,
+and write their losses for plot.py. The last token of a row has no target, since transformers shifts
+the labels itself. Each row is a process; with TORCHDYNAMO_SUPPRESS_ERRORS=1 what torch.compile
+cannot take runs as it is.
 """
 
 import dataclasses
@@ -94,20 +96,28 @@ def measure(cfg):
     if loader:
         loader.close()
         tokens = cfg.batch_tokens
-        lines = [dict(kind="train", step=n, tokens=n * tokens, loss=x) for n, x in enumerate(losses, 1)]
+        lines = [
+            dict(kind="train", step=n, tokens=n * tokens, loss=x) for n, x in enumerate(losses, 1)
+        ]
         Path(cfg.curves).mkdir(parents=True, exist_ok=True)
-        Path(cfg.curves, f"{cfg.peer}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        Path(cfg.curves, f"{cfg.peer}.jsonl").write_text(
+            "".join(json.dumps(x) + "\n" for x in lines)
+        )
     gib = torch.cuda.max_memory_allocated() / 2**30
     return f"{losses[0]:10.4f}   {step.speed(times, own, world, analysis)}, {gib:.1f} GiB"
 
 
 class Peer:
-    """Another repository's model, starting from our weights, and our optimizer; has parts of a Training."""
+    """Another repository's model, starting from our weights, and our optimizer;
+    has parts of a Training.
+    """
 
     def __init__(self, cfg, device):
         with tempfile.TemporaryDirectory() as folder:
             saved = hf.save_hf(build(cfg, device, cfg.seed), Path(folder) / "hf")
-            model, self.loss = nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
+            model, self.loss = (
+                nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
+            )
         model.to(device).train()
         self.model = torch.compile(model) if cfg.compile else model
         self.state = SimpleNamespace(model=model, optimizer=optim.make_optimizer(model, cfg))
@@ -136,7 +146,9 @@ def transformer(cfg, saved):
     """(transformers' model in float32, how its loss is computed)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        saved, attn_implementation="sdpa", dtype=torch.float32
+    )
     if cfg.peer == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -145,18 +157,24 @@ def transformer(cfg, saved):
 
 
 def nanogpt(cfg, saved):
-    """(nanoGPT's model in float32, with our padded vocabulary as its own, how its loss is computed)."""
+    """(nanoGPT's model in float32, with our padded vocabulary as its own,
+    how its loss is computed).
+    """
     if cfg.clone is None or cfg.mlp != "gelu":
         raise UserError("needs a GPT-2 and --clone=FOLDER, a clone of github.com/karpathy/nanoGPT")
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(cfg.clone) / "model.py")
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # its dataclass looks there
+    # its dataclass looks there
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shape = {k: getattr(cfg, k) for k in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    shape = {
+        k: getattr(cfg, k) for k in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+    }
     model = module.GPT(module.GPTConfig(vocab_size=cfg.padded_vocab, **shape))
     tensors = load_file(saved / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))  # transposed there
+            # transposed there
+            conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
             theirs = tensors[name].T if conv1d else tensors[name]
             parameter[: len(theirs)] = theirs
     return model, lambda compute, x, y: compute(x, y.masked_fill(y == -100, -1))[1]

@@ -1,13 +1,15 @@
-"""A training step of transformers' Llama 3 8B with Liger's kernels, on one GPU or over several with FSDP2.
+"""A training step of transformers' Llama 3 8B with Liger's kernels, on one GPU or over several with
+FSDP2.
 
     python results/speed/peers_8b.py config/llama3_8b_128k_one_gpu.py --init_from=None --no_update \
         --steps=1 --settle=0
     torchrun --standalone --nproc_per_node=4 results/speed/peers_8b.py config/llama3_8b.py \
         --batch_tokens=262144 --reduce_dtype=bf16 --steps=3 --settle=1
 
-The rows "Hugging Face + Liger" of docs/results.md; those of this repository are `bench.py step` with the same
-words. peers.py has smaller models, from our weights and with the losses. Here the weights are random, in the
-dtype of --weights. With --remat transformers' own checkpointing keeps each block's input. Needs liger-kernel.
+The rows "Hugging Face + Liger" of docs/results.md; those of this repository are `bench.py step`
+with the same words. peers.py has smaller models, from our weights and with the losses. Here the
+weights are random, in the dtype of --weights. With --remat transformers' own checkpointing keeps
+each block's input. Needs liger-kernel.
 """
 
 import dataclasses
@@ -58,7 +60,10 @@ def main(cfg):
     for _ in range(1 + own.settle):
         step.step(job, batches, own)
     times = step.step_times(job, batches, own)
-    rows = [describe_device(world), ("step", step.speed(times, own, world, ModelAnalysis(own, world.device)))]
+    rows = [
+        describe_device(world),
+        ("step", step.speed(times, own, world, ModelAnalysis(own, world.device))),
+    ]
     if world.device.type == "cuda":
         rows.append(("memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak"))
     if world.main:
@@ -77,7 +82,9 @@ class Transformer(Peer):
         dtype = torch.bfloat16 if cfg.weights == "bf16" else torch.float32
         torch.manual_seed(cfg.seed)  # the same weights on each rank, which keeps its rows of them
         with torch.device(world.device):
-            model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                theirs, dtype=dtype, attn_implementation="sdpa"
+            )
         if cfg.kernels == "liger":
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -94,9 +101,12 @@ class Transformer(Peer):
         if cfg.update:
             optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, fused=True)
         else:
-            optimizer = SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=model.zero_grad)
+            optimizer = SimpleNamespace(
+                param_groups=[], step=lambda: None, zero_grad=model.zero_grad
+            )
         self.state = SimpleNamespace(model=model, optimizer=optimizer)
-        mixed = cfg.precision == "bf16" and cfg.weights == "fp32" and world.size == 1  # FSDP2 casts itself
+        # FSDP2 casts itself
+        mixed = cfg.precision == "bf16" and cfg.weights == "fp32" and world.size == 1
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=mixed)
         self.accumulation, self.limit = cfg.micro_steps(world.size), cfg.clip or float("inf")
 

@@ -1,9 +1,10 @@
-"""Time of a sampled token on one GPU: a CUDA graph a token, without graphs, and transformers' static cache.
+"""Time of a sampled token on one GPU: a CUDA graph a token, without graphs, and transformers'
+static cache.
 
-    python results/speed/sampling.py           # GPT-2 124M and Llama 3 8B's shape, random weights in bf16
+    python results/speed/sampling.py    # GPT-2 124M and Llama 3 8B's shape, random bf16 weights
 
-First it compares greedy tokens in float32 with those without a cache, then prints ms a token of 1,000 tokens
-and the kernels of a step that take the most time. The weights of 8B take 16 GB.
+First it compares greedy tokens in float32 with those without a cache, then prints ms a token of
+1,000 tokens and the kernels of a step that take the most time. The weights of 8B take 16 GB.
 """
 
 import importlib.util
@@ -55,7 +56,10 @@ def same_tokens(name, shape):
     for kind, graphs in (("a graph", True), ("no graph", False)):
         cache = make_cache(model, graphs, rows=2)
         found = sampling.generate(model, ids, 200, temperature=0, cached=cache)
-        words = f"with {kind} {int((found == plain).sum())} of {plain.numel()} ids are those without a cache"
+        words = (
+            f"with {kind} {int((found == plain).sum())} of {plain.numel()} ids are "
+            "those without a cache"
+        )
         print(f"{name}, float32, greedy: {words}; {len(plain.unique())} different ones", flush=True)
 
 
@@ -68,7 +72,9 @@ def make_cache(model, graphs, **options):
 
 
 def timed(model, rows, new, prompt=16, graphs=True, **options):
-    """(ms of a token after the first eight, ms until then) of a text of `new` tokens in each row."""
+    """(ms of a token after the first eight,
+    ms until then) of a text of `new` tokens in each row.
+    """
     cache = make_cache(model, graphs, rows=rows, **options)
     began, times = time.perf_counter(), []
     for ids in sampling.steps(model, begin(rows, prompt), new, cached=cache, **options):
@@ -108,11 +114,16 @@ def print_kernels(model):
     total, count = sum(row.self_device_time_total for row in found), sum(row.count for row in found)
     print(f"    a step: {total / 1e3:.3f} ms in {count} kernels; most of it:")
     for row in found[:12]:
-        print(f"      {row.self_device_time_total:8.1f} us  {row.count:4} x  {row.key[:90]}", flush=True)
+        print(
+            f"      {row.self_device_time_total:8.1f} us  {row.count:4} x  {row.key[:90]}",
+            flush=True,
+        )
 
 
 def peer():
-    """transformers' generate with its static cache for GPT-2 124M; it may compile in its first calls."""
+    """transformers' generate with its static cache for GPT-2 124M;
+    it may compile in its first calls.
+    """
     import transformers
 
     config = transformers.GPT2Config()
@@ -124,7 +135,10 @@ def peer():
         theirs.generate(ids, min_new_tokens=new, max_new_tokens=new, **options)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        print(f"  transformers, static cache: {1e3 * seconds / new:.3f} ms a token of {new}", flush=True)
+        print(
+            f"  transformers, static cache: {1e3 * seconds / new:.3f} ms a token of {new}",
+            flush=True,
+        )
 
 
 def main():

@@ -1,7 +1,8 @@
-"""What a process of tests/ranks.py does for a patch: it imports a patched copy of the sources, and runs it.
+"""What a process of tests/ranks.py does for a patch: it imports a patched copy of the sources, and
+runs it.
 
-Importing torch takes seconds and a run of six steps a quarter of one, so that the server of ranks.py has
-imported torch, and one forked process does all of a patch's runs that need no ranks.
+Importing torch takes seconds and a run of six steps a quarter of one, so that the server of
+ranks.py has imported torch, and one forked process does all of a patch's runs that need no ranks.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ def sources():
 
 
 def run(words):
-    """`python train.py WORDS` -> (exit code, what its one line says); a traceback has the code 1."""
+    """`python train.py WORDS` -> (exit code, what its one line says);
+    a traceback has the code 1.
+    """
     train, configurator, settings = sources()
     from scale import parallel
 
@@ -59,10 +62,11 @@ def run(words):
 
 
 def alone(folder, patch_module, name, runs, plain, out, more):
-    """{mode: (exit code, words), or (0, what the mode finds)} of all that one process does for a patch.
+    """{mode: (exit code, words), or (0, what the mode finds)} of all that one process does for a
+    patch.
 
-    runs: {mode: words of train.py}; plain: {"plain" or "plain masked": (words, data)}; out: the folder of the
-    eager run; more: whether "sampled" and "exported" take its model.
+    runs: {mode: words of train.py}; plain: {"plain" or "plain masked": (words, data)}; out: the
+    folder of the eager run; more: whether "sampled" and "exported" take its model.
     """
     use(folder)
     found = {}
@@ -82,7 +86,9 @@ def alone(folder, patch_module, name, runs, plain, out, more):
 
 
 def over_ranks(folder, runs, ports):
-    """{mode: (exit code, words)} of runs over ranks, one after the other, each with a port of its own."""
+    """{mode: (exit code, words)} of runs over ranks, one after the other,
+    each with a port of its own.
+    """
     use(folder)
     from scale import memory
 
@@ -91,7 +97,8 @@ def over_ranks(folder, runs, ports):
     for (mode, words), port in zip(runs.items(), ports):
         os.environ["MASTER_PORT"] = str(port)
         before = mode.removeprefix("resumed ")
-        if before != mode and os.environ["RANK"] == "0" and not found[before][0]:  # the others wait to join
+        # the others wait to join
+        if before != mode and os.environ["RANK"] == "0" and not found[before][0]:
             out, step = Path(folder).parent, "step_00000003"
             shutil.copytree(out / before / step, out / mode / step)
         found[mode] = run(words)
@@ -163,7 +170,8 @@ def samples(out):
     prompt[2, 4] = 256  # another document
     with contextlib.redirect_stderr(said):
         ids = [
-            sampling.generate(model, prompt, 20, 0.7, None, 1, cached).tolist() for cached in (True, False)
+            sampling.generate(model, prompt, 20, 0.7, None, 1, cached).tolist()
+            for cached in (True, False)
         ]
     return *ids, said.getvalue()
 
@@ -171,8 +179,8 @@ def samples(out):
 def drawn(logits, temperature, top_k, generator):
     """As sampling.draw_token, but an id has its own noise, not its rank in the order of the logits.
 
-    Of a model that has learned little, two logits of 257 are often as near as rounding: their ids would
-    change noise, and one of them may be the one that is drawn.
+    Of a model that has learned little, two logits of 257 are often as near as rounding: their ids
+    would change noise, and one of them may be the one that is drawn.
     """
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return ((logits / temperature).softmax(-1) / noise).argmax(-1)

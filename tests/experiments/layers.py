@@ -10,7 +10,8 @@ ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bi
 ATTENTION_END = "        return self.proj(y)\n"
 GATE = "        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 EMBED_END = (
-    "        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))\n"
+    "        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), "
+    "positions))))\n"
 )
 SHIFT = '''class Shift(nn.Module):
     """Mixes each token with the one before it."""
@@ -63,7 +64,8 @@ PATCHES = [
             "model.py": [
                 block(
                     "h = self.norm_1(x)",
-                    "return x + self.dropout(self.attn(h, idx, positions)) + self.dropout(self.mlp(h))",
+                    "return x + self.dropout(self.attn(h, idx, positions)) + "
+                    "self.dropout(self.mlp(h))",
                 )
             ]
         },
@@ -116,7 +118,8 @@ PATCHES = [
                 ),
                 (
                     GATE,
-                    "        y = torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y  # (B, H, T, D)\n"
+                    "        y = torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y  # (B, H, "
+                    "T, D)\n"
                     "        y = y.transpose(1, 2).flatten(2)\n",
                 ),
             ]
@@ -134,7 +137,10 @@ PATCHES = [
                     ATTENTION_PROJ
                     + "        self.channel_gate = Linear(cfg.n_embd, cfg.n_embd, bias=False)\n",
                 ),
-                (ATTENTION_END, "        return self.proj(y * torch.sigmoid(self.channel_gate(x)))\n"),
+                (
+                    ATTENTION_END,
+                    "        return self.proj(y * torch.sigmoid(self.channel_gate(x)))\n",
+                ),
             ]
         },
         EXPORTED,
@@ -149,7 +155,8 @@ PATCHES = [
                 (
                     HEAD,
                     HEAD
-                    + "        self.late = nn.ModuleList(Block(cfg, rope, layer) for layer in range(2))\n",
+                    + "        more = [Block(cfg, rope, layer) for layer in range(2)]\n"
+                    + "        self.late = nn.ModuleList(more)\n",
                 ),
                 (LOOP, LOOP.replace("self.stack", "[*self.stack, *self.late]")),
             ]
@@ -171,7 +178,9 @@ PATCHES = [
             "model.py": [
                 (
                     BLOCK_FORWARD,
-                    BLOCK_FORWARD.replace("positions):\n", "positions, x0):\n        x = x + 0.5 * x0\n"),
+                    BLOCK_FORWARD.replace(
+                        "positions):\n", "positions, x0):\n        x = x + 0.5 * x0\n"
+                    ),
                 ),
                 (
                     LOOP,
@@ -234,7 +243,8 @@ PATCHES = [
                 (
                     MAKE_MLP,
                     MAKE_MLP
-                    + "        self.conv = nn.Conv1d(cfg.n_embd, cfg.n_embd, 3, groups=cfg.n_embd)\n",
+                    + "        C = cfg.n_embd\n"
+                    + "        self.conv = nn.Conv1d(C, C, 3, groups=C)\n",
                 ),
                 (
                     BLOCK_FORWARD,
@@ -258,7 +268,8 @@ PATCHES = [
             "model.py": [
                 (
                     CORE_CALL,
-                    "        q, k = (F.rms_norm(t, (self.head_dim,)) for t in (q, k))\n" + CORE_CALL,
+                    "        q, k = (F.rms_norm(t, (self.head_dim,)) for t in (q, k))\n"
+                    + CORE_CALL,
                 )
             ]
         },
@@ -277,7 +288,10 @@ PATCHES = [
         "by the root of their width, as Gemma's",
         {
             "model.py": [
-                (EMBED_END, EMBED_END.replace("self.wte(idx)", "self.wte(idx) * self.cfg.n_embd**0.5"))
+                (
+                    EMBED_END,
+                    EMBED_END.replace("self.wte(idx)", "self.wte(idx) * self.cfg.n_embd**0.5"),
+                )
             ]
         },
         OF_LAYERS,

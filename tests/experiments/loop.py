@@ -31,7 +31,7 @@ TEACHER = """            import kernels
             loss = loss + 0.1 * kernels.mean_loss(far, y, "mean")[0]
 """
 TASK = '''class Reversal:
-    """Rows made on the fly: 16 random ids, and the same ones backwards; row i is the same on any rank."""
+    """Rows made on the fly: 16 random ids, then backwards; row i is the same on any rank."""
 
     def __init__(self, cfg, world):
         self.B, self.rank, self.world, self.rows = cfg.batch_size, world.rank, world.size, 0
@@ -133,7 +133,9 @@ def rates(lr):
 
 def probed(log):
     steps = [line["step"] for line in log if line["kind"] == "probe"]
-    right = steps in ([0, 2, 4, 6], [4, 6]) and all("largest" in x for x in log if x["kind"] == "probe")
+    right = steps in ([0, 2, 4, 6], [4, 6]) and all(
+        "largest" in x for x in log if x["kind"] == "probe"
+    )
     return None if right else f"probe at {steps}"
 
 
@@ -147,8 +149,8 @@ PATCHES = [
             "train.py": [
                 (
                     MICRO_STEPS,
-                    "        number = self.accumulation // 2 if self.state.step < 3 else self.accumulation\n"
-                    + MICRO_STEPS.replace("self.accumulation", "number"),
+                    "        number = self.accumulation // 2 if self.state.step < 3 else "
+                    "self.accumulation\n" + MICRO_STEPS.replace("self.accumulation", "number"),
                 ),
                 (LAST, LAST.replace("self.accumulation", "number")),
             ]
@@ -181,7 +183,12 @@ PATCHES = [
         "each gradient's elements are clipped, instead of the norm",
         {
             "optim.py": [
-                (SCALE, SCALE.replace("    return", "    torch._foreach_clamp_max_(own, 2e-3)\n    return"))
+                (
+                    SCALE,
+                    SCALE.replace(
+                        "    return", "    torch._foreach_clamp_max_(own, 2e-3)\n    return"
+                    ),
+                )
             ]
         },
         (*OF_LOOP, modes.CONTEXT),
@@ -194,7 +201,8 @@ PATCHES = [
             "train.py": [
                 (
                     CLIP,
-                    "        parameters = [p for p in self.state.model.parameters() if p.grad is not None]\n"
+                    "        parameters = [p for p in self.state.model.parameters() if p.grad is "
+                    "not None]\n"
                     "        for p in parameters:\n"
                     "            p.grad.mul_(factor)\n"
                     "        return torch.nn.utils.clip_grad_norm_(parameters, 0.5)\n",
@@ -268,7 +276,10 @@ PATCHES = [
         {"train.py": [(EVALUATIONS, EVALUATIONS + PROBE + AGAIN)]},
         (modes.DDP,),
         sample=(),
-        refused={"eager": "the name 'probe' of an evaluation is in use already", modes.DDP: "in use already"},
+        refused={
+            "eager": "the name 'probe' of an evaluation is in use already",
+            modes.DDP: "in use already",
+        },
     ),
     Patch(
         "a task made on the fly",

@@ -1,4 +1,6 @@
-"""Patches of the loss: further losses, other targets, figures to be logged, and forwards that are refused."""
+"""Patches of the loss: further losses, other targets, figures to be logged,
+and forwards that are refused.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +123,7 @@ TWO_AHEAD = """        losses, _ = self.head(x, targets, "none")
         return loss, count, {"second": kernels.mean_loss(second, targets, reduction)[0]}
 """
 BY_TOKEN = '''class MoE(nn.Module):
-    """Two kinds of bytes have an MLP of their own each, which does not run where there is none of them."""
+    """Two kinds of bytes have an MLP each, which does not run where there is none of them."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -156,7 +158,8 @@ PATCHES = [
         "a tenth of the target is uniform",
         forward(
             "flat = self.head.logits(x).flatten(0, 1), targets.flatten()",
-            'losses = F.cross_entropy(*flat, reduction="none", label_smoothing=0.1).view_as(targets)',
+            'losses = F.cross_entropy(*flat, reduction="none", label_smoothing=0.1)',
+            "losses = losses.view_as(targets)",
             "return *kernels.mean_loss(losses, targets, reduction), {}",
         ),
         OF_LOSS,
@@ -274,7 +277,8 @@ PATCHES = [
                     FORWARD,
                     "        loss, count = self.head(x, targets, reduction)\n"
                     "        for inner in self.inner[:-1]:\n"
-                    "            loss = loss + 0.3 * self.head(self.norm(inner), targets, reduction)[0]\n"
+                    "            loss = loss + 0.3 * self.head(self.norm(inner), targets, "
+                    "reduction)[0]\n"
                     "        return loss, count, {}\n",
                 ),
             ]
@@ -354,14 +358,18 @@ PATCHES = [
         ),
         (modes.DDP,),
         sample=(),
-        refused={"eager": "GPT.forward returned the extras", modes.DDP: "GPT.forward returned the extras"},
+        refused={
+            "eager": "GPT.forward returned the extras",
+            modes.DDP: "GPT.forward returned the extras",
+        },
     ),
     Patch(
         "extras of one rank",
         "the ranks return extras of other names",
         forward(
             "loss, count = self.head(x, targets, reduction)",
-            'name = "a" if not torch.distributed.is_initialized() else f"a{torch.distributed.get_rank()}"',
+            "several = torch.distributed.is_initialized()",
+            'name = f"a{torch.distributed.get_rank()}" if several else "a"',
             "return loss, count, {name: loss}",
         ),
         (modes.DDP,),

@@ -5,7 +5,10 @@ import torch
 from experiments import patch as modes
 from experiments.patch import OF_LAYERS, Patch
 
-QUERIES = ("    grouped = q.size(1) != k.size(1)\n", "    q = q * 3\n    grouped = q.size(1) != k.size(1)\n")
+QUERIES = (
+    "    grouped = q.size(1) != k.size(1)\n",
+    "    q = q * 3\n    grouped = q.size(1) != k.size(1)\n",
+)
 NORMED = (
     "    first, second = x.float().chunk(2, dim=-1)\n",
     "    x = 4 * F.normalize(x, dim=-1)\n    first, second = x.float().chunk(2, dim=-1)\n",
@@ -14,7 +17,10 @@ GELU = (
     '    return F.gelu(x, approximate="tanh")  # GPT-2\'s own form\n',
     "    return x * torch.sigmoid(3 * x)\n",
 )
-SHARPER = ("    logits = cap(logits.float(), softcap)\n", "    logits = cap(1.5 * logits.float(), softcap)\n")
+SHARPER = (
+    "    logits = cap(logits.float(), softcap)\n",
+    "    logits = cap(1.5 * logits.float(), softcap)\n",
+)
 ROPE = dict(positions="rope")
 MASKS = dict(document_mask=True)
 
@@ -59,7 +65,8 @@ PATCHES = [
                 (
                     "    core = staticmethod(kernels.attention)  # tokens mix here alone\n",
                     "    core = staticmethod(\n"
-                    "        lambda *qkv: F.scaled_dot_product_attention(*qkv[:3], is_causal=True, scale=1)\n"
+                    "        lambda *qkv: F.scaled_dot_product_attention(*qkv[:3], is_causal=True, "
+                    "scale=1)\n"
                     "    )\n",
                 )
             ]

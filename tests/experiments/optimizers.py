@@ -1,7 +1,7 @@
 """Patches of the optimizer, of what a run keeps beside the weights, and of which weights it trains.
 
-The optimizers are written as a user writes them; the plain loop executes the same text, so that what is
-compared is how the run calls them, saves their states and makes them again.
+The optimizers are written as a user writes them; the plain loop executes the same text, so that
+what is compared is how the run calls them, saves their states and makes them again.
 """
 
 import importlib
@@ -39,7 +39,8 @@ SHAMPOO = '''class Shampoo(torch.optim.Optimizer):
                 if len(state) == 0:
                     state["count"], state["kind"] = 0, "matrix" if p.dim() == 2 else "vector"
                     sizes = p.shape if p.dim() == 2 else p.shape[:1]
-                    state["factors"] = [group["eps"] * torch.eye(n, dtype=torch.float64) for n in sizes]
+                    ones = [torch.eye(n, dtype=torch.float64) for n in sizes]
+                    state["factors"] = [group["eps"] * one for one in ones]
                     state["roots"] = None
                 state["count"] += 1
                 g = p.grad.double()
@@ -92,7 +93,7 @@ KELLER = '''class KellerMuon(torch.optim.Optimizer):
 
 '''
 ROUTED = '''class Routed(nn.Module):
-    """Four MLPs, of which a router picks one for each token; its bias evens out how often each is picked."""
+    """Four MLPs; a router picks one for each token, and its bias evens out how often."""
 
     def __init__(self, cfg, activation):
         super().__init__()
@@ -142,9 +143,17 @@ BALANCED = """        for name, module in state.model.named_modules():
                 module.bias += 0.05 * (counts.mean() - counts).sign()
 """
 RESUMED = (modes.RESUMED, modes.DDP, modes.RESUMED_DDP)
-EVERYWHERE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP)
+EVERYWHERE = (
+    modes.PLAIN,
+    modes.MASKED,
+    modes.ACCUMULATED,
+    *RESUMED,
+    modes.FSDP,
+    modes.RESUMED_FSDP,
+)
 READERS = (modes.SAMPLED, modes.EXPORTED)
-ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)  # its step does not run on FSDP2's rows
+# its step does not run on FSDP2's rows
+ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)
 
 
 def made(text, name):
@@ -220,7 +229,10 @@ def matrices_apart(make):
 
 
 def optimizer(name, what, text, call, make, in_modes, **more):
-    """A patch with another optimizer in AdamW's place. text: its class; call: what `build` returns."""
+    """A patch with another optimizer in AdamW's place.
+
+    text: its class; call: what `build` returns.
+    """
     edits = [(BUILD, text + BUILD)] if text else []
     edits.append((ADAMW, f"    return {call}\n"))
     return Patch(name, what, {"optim.py": edits}, in_modes, optimizer=of_groups(make), **more)
@@ -235,7 +247,8 @@ PATCHES = [
         lambda groups, cfg: made(LION, "Lion")(groups, cfg.lr),
         EVERYWHERE,
         sample=(modes.PLAIN, modes.RESUMED_FSDP),
-        settings=dict(lr=1e-3, bias=False),  # gradients of k's bias are rounding, and so is their sign
+        # gradients of k's bias are rounding, and so is their sign
+        settings=dict(lr=1e-3, bias=False),
     ),
     optimizer(
         "Adafactor",
@@ -258,7 +271,8 @@ PATCHES = [
     ),
     optimizer(
         "Shampoo",
-        "lists and tuples of float64 matrices, numbers and texts in its states, and a counter of its own",
+        "lists and tuples of float64 matrices, numbers and texts in its states, and a counter of "
+        "its own",
         SHAMPOO,
         "Shampoo(groups, lr=cfg.lr)",
         lambda groups, cfg: made(SHAMPOO, "Shampoo")(groups, lr=cfg.lr),
@@ -272,7 +286,11 @@ PATCHES = [
         {
             "optim.py": [
                 (BUILD, KELLER + BUILD),
-                (OF_MUON, '    if name == "muon":\n        return KellerMuon(groups, lr=cfg.lr)\n' + OF_MUON),
+                (
+                    OF_MUON,
+                    '    if name == "muon":\n        return KellerMuon(groups, lr=cfg.lr)\n'
+                    + OF_MUON,
+                ),
             ]
         },
         EVERYWHERE,
@@ -314,7 +332,9 @@ PATCHES = [
         EVERYWHERE,
         sample=None,
         settings=dict(lr=0.01),
-        optimizer=vectors_apart(lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)),
+        optimizer=vectors_apart(
+            lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)
+        ),
     ),
     Patch(
         "a group with a rate of its own",
@@ -323,7 +343,9 @@ PATCHES = [
         EVERYWHERE,
         sample=(modes.PLAIN,),
         settings=dict(lr=0.01),
-        optimizer=of_groups(lambda groups, cfg: torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2))),
+        optimizer=of_groups(
+            lambda groups, cfg: torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2))
+        ),
     ),
     Patch(
         "an optimizer that cannot skip",
@@ -354,7 +376,9 @@ PATCHES = [
         (modes.ACCUMULATED, *RESUMED, modes.FSDP, modes.RESUMED_FSDP, modes.BLOCK, *READERS),
         sample=(modes.RESUMED,),
         export="model.py has no blocks.0.mlp.up.weight",
-        refused={modes.BLOCK: "a block runs twice, and so would change blocks.0.mlp.balance.counts twice"},
+        refused={
+            modes.BLOCK: "a block runs twice, and so would change blocks.0.mlp.balance.counts twice"
+        },
         settings=dict(lr=0.01),
     ),
 ]

@@ -1,4 +1,6 @@
-"""What a patch is: text that is replaced in the sources, the modes it is run in, and what must come out."""
+"""What a patch is: text that is replaced in the sources, the modes it is run in,
+and what must come out.
+"""
 
 import dataclasses
 import os
@@ -22,14 +24,28 @@ FSDP = "fsdp"
 CONTEXT = "context"  # FSDP2 and context_parallel=2
 RESUMED_DDP, RESUMED_FSDP = "resumed ddp", "resumed fsdp"  # bitwise as DDP and FSDP go on
 RANKS = (DDP, FSDP, CONTEXT, RESUMED_DDP, RESUMED_FSDP)
-# of context parallelism for an edit with which the ranks that share a row would need more than their part
+# of context parallelism for an edit with which the ranks that share a row would need more than
+# their part
 MIXES = {CONTEXT: "model.py mixes tokens outside of attn.core, or in its loss"}
 
-# A change of the loss or of the loop counts targets and tokens; one of layers moves parameters and tensors.
+# A change of the loss or of the loop counts targets and tokens; one of layers moves parameters and
+# tensors.
 OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
 OF_LAYERS = (PLAIN, BLOCK, SAMPLED, CONTEXT)  # an export of the same parameters is not checked
 OF_LOOP = (PLAIN, MASKED, ACCUMULATED, RESUMED, DDP)
-ALL = (PLAIN, MASKED, ACCUMULATED, RESUMED, BLOCK, SELECTIVE, ATTENTION, COMPILED, SAMPLED, EXPORTED, *RANKS)
+ALL = (
+    PLAIN,
+    MASKED,
+    ACCUMULATED,
+    RESUMED,
+    BLOCK,
+    SELECTIVE,
+    ATTENTION,
+    COMPILED,
+    SAMPLED,
+    EXPORTED,
+    *RANKS,
+)
 UNPATCHED = "the folder of a run without the patch"  # as a setting's value
 
 
@@ -43,12 +59,13 @@ def own_loss(model, x, y):
 class Patch:
     """An experiment: what a user changes in which files, and what must come out.
 
-    edits: {file: [(old text, new text), ...]}; the old text, the anchor, must be there exactly once.
-    file: of experiments/, which is applied before them; adds: settings that the sources have by it alone.
-    modes: in which it must equal its own plain run in one process, or be refused there.
-    sample: those of them that ./test.sh runs, (): one plain run; None: it leaves the patch to --all.
-    refused: {mode: words of the one line that ends the run there}; "eager": it never runs.
-    wrong: {mode: what is known to be wrong there, an open issue}; a mode that holds has no place here.
+    edits: {file: [(old text, new text), ...]}; the old text, the anchor, must be there exactly
+    once. file: of experiments/, which is applied before them; adds: settings that the sources have
+    by it alone. modes: in which it must equal its own plain run in one process, or be refused
+    there. sample: those of them that ./test.sh runs, (): one plain run; None: it leaves the patch
+    to --all. refused: {mode: words of the one line that ends the run there}; "eager": it never
+    runs. wrong: {mode: what is known to be wrong there, an open issue}; a mode that holds has no
+    place here.
     """
 
     name: str
@@ -67,12 +84,12 @@ class Patch:
     rows: Callable = lambda step: 8  # of a step
     length: Callable = lambda step: 32  # of the rows of a step
     lr: Callable | None = None  # of a step
-    optimizer: Callable | None = None  # (model, cfg) -> one with the groups' factors, if they have any
-    clip: Callable | None = None  # (parameters, step): changes gradients, instead of clipping their norm
+    optimizer: Callable | None = None  # (model, cfg) -> one, with its groups' factors if any
+    clip: Callable | None = None  # (parameters, step): changes gradients, instead of a clip
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has
-    also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, in words, or None
-    limits: tuple | None = None  # on losses and moments, of one whose steps magnify rounding; relative
+    also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, or None
+    limits: tuple | None = None  # relative, on losses and moments, if steps magnify rounding
     unchanged: bool = False  # it has no effect on losses and gradients
     cached: bool = True  # samples come with a KV cache; False: a warning says that they do not
     export: str = "equal"  # or words of the one line of a refusal
@@ -102,6 +119,8 @@ def apply_file(file, folder):
     if not shutil.which("git"):
         raise MissingAnchor(f"no git, which applies {file.name}")
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
-    done = subprocess.run(["git", "apply", file], cwd=folder, env=outside, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "apply", file], cwd=folder, env=outside, capture_output=True, text=True
+    )
     if done.returncode:
         raise MissingAnchor(f"{file.name} does not apply to these sources: {done.stderr.strip()}")

@@ -1,7 +1,9 @@
-"""Plain references: a training loop over whole batches, and GPT-2 as Hugging Face's weights describe it.
+"""Plain references: a training loop over whole batches, and GPT-2 as Hugging Face's weights
+describe it.
 
-The loop knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It takes from
-the sources only the model, its initial weights, the groups of parameters, and the schedule.
+The loop knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It
+takes from the sources only the model, its initial weights, the groups of parameters, and the
+schedule.
 """
 
 import numpy as np
@@ -13,7 +15,9 @@ HEADER_BYTES = 1024
 
 
 class Data:
-    """The rows of a split of shards, read without the loader; targets without loss in a mask are -100."""
+    """The rows of a split of shards, read without the loader;
+    targets without loss in a mask are -100.
+    """
 
     def __init__(self, folder, split, length):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -33,7 +37,9 @@ class Data:
 
 
 def train(patch, cfg, folder):
-    """{"losses": {step: loss}, "val": ..., "extras": {step: {}}, "moments": {parameter: first moment}}."""
+    """{"losses": {step: loss}, "val": ..., "extras": {step: {}}, "moments": {parameter:
+    first moment}}.
+    """
     import model as models
     import optim
 
@@ -81,20 +87,26 @@ def train(patch, cfg, folder):
         found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
     names = {p: name for name, p in model.named_parameters()}
     states = optimizer.state.items()
-    found["moments"] = {names[p]: state["exp_avg"].numpy() for p, state in states if "exp_avg" in state}
+    found["moments"] = {
+        names[p]: state["exp_avg"].numpy() for p, state in states if "exp_avg" in state
+    }
     return found
 
 
 def gpt2_logits(folder, cfg, idx):
     """(B, T, V) of a Hugging Face GPT-2, from its weights' names and shapes alone."""
     w = load_file(folder / "model.safetensors")
-    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], cfg.norm_eps)
+    norm = lambda x, name: F.layer_norm(
+        x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], cfg.norm_eps
+    )
     linear = lambda x, name: x @ w[f"{name}.weight"] + w[f"{name}.bias"]  # stored as (in, out)
     x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
     for i in range(cfg.n_layer):
         block = f"transformer.h.{i}"
         qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
-        q, k, v = (part.unflatten(-1, (cfg.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (cfg.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
+        )
         scores = (q @ k.mT) / q.size(-1) ** 0.5
         above = torch.ones(scores.shape[-2:]).triu(1).bool()
         y = scores.masked_fill(above, -torch.inf).softmax(-1) @ v

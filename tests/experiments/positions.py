@@ -4,10 +4,13 @@ from experiments import patch as modes
 from experiments.patch import OF_LAYERS, Patch
 from experiments.randomness import CORE
 
-LEARNED = """        rows = self.weight[: x.size(1)] if positions is None else self.weight[positions]
+LEARNED = """\
+        rows = self.weight[: x.size(1)] if positions is None else self.weight[positions]
         return x + rows
 """
-TABLE = "        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()\n"
+TABLE = (
+    "        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()\n"
+)
 EMBED = "        x = self.embed(idx, positions)\n"
 ATTENTION_CLASS = "class Attention(nn.Module):\n"
 CORE_CALL = "        y = self.core(q, k, v, self.backend, self.dropout * self.training)\n"
@@ -26,15 +29,19 @@ ALIBI = '''def alibi(q, k, v, *_):
 ALIBI_OF_HEADS = (
     ALIBI.replace("*_):", "*_, heads=slice(None)):")
     .replace("H, T = q.size(1), q.size(2)", "T = q.size(2)")
-    .replace("torch.arange(1, H + 1, device=q.device)", "torch.arange(1, 5, device=q.device)[heads]")
+    .replace(
+        "torch.arange(1, H + 1, device=q.device)", "torch.arange(1, 5, device=q.device)[heads]"
+    )
 )
-DISTANCE = """        at = torch.arange(q.size(2), device=q.device) if positions is None else positions
+DISTANCE = """\
+        at = torch.arange(q.size(2), device=q.device) if positions is None else positions
         at = at.to(q.dtype).view(1, 1, -1, 1).expand(q.size(0), q.size(1), -1, 1)
         rates = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(1, -1, 1, 1)
         pad = (0, self.head_dim - 1)
         scale = (2 * self.head_dim) ** 0.5  # of attention, which divides by it
         ones = F.pad(torch.ones_like(at), pad)
-        q = torch.cat([q * 2**0.5, ones * rates * scale], dim=-1)  # as wide again: q k + rate * position of k
+        # as wide again: q k + rate * position of k
+        q = torch.cat([q * 2**0.5, ones * rates * scale], dim=-1)
         k = torch.cat([k, F.pad(at, pad)], dim=-1)
 """
 PER_DOCUMENT = """        T = idx.size(1)
@@ -128,7 +135,8 @@ PATCHES = [
     ),
     Patch(
         "rotary positions as they are",
-        "likewise, without a dimension for heads, which fits by chance where heads are as many as rows",
+        "likewise, without a dimension for heads, which fits by chance where heads are as many as "
+        "rows",
         {
             "model.py": [
                 (
@@ -151,7 +159,8 @@ PATCHES = [
                 (
                     LEARNED,
                     "        T = x.size(1)\n"
-                    "        at = torch.arange(T, device=x.device) if positions is None else positions\n"
+                    "        at = torch.arange(T, device=x.device) if positions is None else "
+                    "positions\n"
                     "        return x + self.weight[at + 2]\n",
                 ),
             ]

@@ -1,4 +1,6 @@
-"""Patches that draw random numbers, with torch, numpy and Python, each of which remat must replay."""
+"""Patches that draw random numbers, with torch, numpy and Python,
+each of which remat must replay.
+"""
 
 from experiments import patch as modes
 from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HIDDEN_CALL
@@ -23,8 +25,8 @@ PATCHES = [
                 (
                     HIDDEN_CALL,
                     "        if self.training:\n"
-                    "            idx = idx.masked_fill(torch.rand(idx.shape, device=idx.device) < 0.15, 0)\n"
-                    + HIDDEN_CALL,
+                    "            idx = idx.masked_fill(torch.rand(idx.shape, device=idx.device) < "
+                    "0.15, 0)\n" + HIDDEN_CALL,
                 )
             ]
         },
@@ -99,7 +101,8 @@ PATCHES = [
                 (
                     BLOCK_CLASS,
                     "def noisy(x):\n"
-                    "    slope = random.random() + np.random.rand() + torch.rand((), device=x.device)\n"
+                    "    slope = random.random() + np.random.rand() + torch.rand((), "
+                    "device=x.device)\n"
                     "    return F.leaky_relu(x) * slope\n\n\n" + BLOCK_CLASS,
                 ),
                 (ACTIVATION, "    return MLP(cfg, noisy)\n"),

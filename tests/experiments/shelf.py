@@ -1,4 +1,6 @@
-"""The patches of experiments/: each in every mode equals itself in one process, or is refused there."""
+"""The patches of experiments/: each in every mode equals itself in one process,
+or is refused there.
+"""
 
 import importlib
 
@@ -13,7 +15,14 @@ FOLDER = ROOT / "experiments"
 NO_CORE = {modes.SELECTIVE: "model.py's block has none; try --remat=block"}
 OTHER_CORE = {modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"}
 # ranks, and micro-steps, draw other numbers
-DRAWN = (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION, modes.COMPILED, modes.SAMPLED)
+DRAWN = (
+    modes.RESUMED,
+    modes.BLOCK,
+    modes.SELECTIVE,
+    modes.ATTENTION,
+    modes.COMPILED,
+    modes.SAMPLED,
+)
 DRAWN += (modes.EXPORTED, modes.CONTEXT, modes.RESUMED_DDP, modes.RESUMED_FSDP)
 
 
@@ -83,9 +92,13 @@ def own_optimizer(model, cfg):
 
 
 def averaged(log):
-    val, average = ({x["step"]: x["loss"] for x in log if x["kind"] == kind} for kind in ("val", "average"))
+    val, average = (
+        {x["step"]: x["loss"] for x in log if x["kind"] == kind} for kind in ("val", "average")
+    )
     wrong = [
-        step for step, loss in average.items() if (loss != val[step] if step == 0 else loss <= val[step])
+        step
+        for step, loss in average.items()
+        if (loss != val[step] if step == 0 else loss <= val[step])
     ]
     return f"averages {average} beside {val}" if wrong or 6 not in average else None
 
@@ -133,7 +146,8 @@ PATCHES = [
     shelved(
         "lora",
         "two narrow factors beside each of attention's layers, while all else is frozen",
-        edits={"model.py": [("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")]},  # not near zero
+        # not near zero
+        edits={"model.py": [("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")]},
         sample=(modes.RESUMED,),
         settings=dict(lr=0.03),
         export=HAS_MORE,
@@ -157,7 +171,8 @@ PATCHES = [
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
         edits={"optim.py": [("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")]},
-        limits=(2e-4, 0.1),  # a basis turns far where eigenvalues differ by little, as rounding has it
+        # a basis turns far where eigenvalues differ by little, as rounding has it
+        limits=(2e-4, 0.1),
         settings=dict(lr=3e-3),
         adds=dict(optimizer="soap"),
         optimizer=own_optimizer,
@@ -179,13 +194,17 @@ PATCHES = [
     shelved(
         "distillation",
         "half of the loss is the divergence from a checkpoint's predictions",
-        adds=dict(teacher=UNPATCHED, seed=2),  # another seed than the teacher's, or they would hardly differ
+        # another seed than the teacher's, or they would hardly differ
+        adds=dict(teacher=UNPATCHED, seed=2),
         make_loss=distilled,
         extras=("divergence",),
         refused={modes.CONTEXT: "which divides the rows"},
     ),
     shelved(
-        "mup", "rates, first weights and the head follow the width", export=DIFFERS, optimizer=own_optimizer
+        "mup",
+        "rates, first weights and the head follow the width",
+        export=DIFFERS,
+        optimizer=own_optimizer,
     ),
     shelved(
         "byte_patches",
