@@ -1,6 +1,4 @@
-"""Parameter groups, the optimizers, gradient clipping;
-rate and batch as functions of how far a run is.
-"""
+"""Parameter groups, optimizers, gradient clipping; rate and batch by how far a run is."""
 
 import math
 from collections import Counter
@@ -14,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from scale.shards import all_gather_single, local, rows_of
 from system.errors import UserError, listed, warn
 
-# (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x; singular values end between 0.85 and
-# 1.15
+# (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x, which bring singular values to
+# between 0.85 and 1.15
 POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -26,8 +24,7 @@ POLAR_EXPRESS = [  # https://arxiv.org/abs/2505.16932
 
 
 def param_groups(model, cfg):
-    """Which optimizer, peak rate and decay each parameter has: the place to edit, see
-    docs/experiment.md.
+    """Which optimizer, peak rate and decay each parameter has (docs/experiment.md).
 
     A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay; kind,
     its name in the start-up summary. With AdamW matrices decay, and embeddings and heads unless
@@ -52,9 +49,8 @@ def param_groups(model, cfg):
         "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),
     }
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    convolutions = {
-        m.weight for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd)
-    }
+    conv = torch.nn.modules.conv._ConvNd
+    convolutions = {m.weight for m in model.modules() if isinstance(m, conv)}
     left = []  # what Muon cannot take
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -84,10 +80,9 @@ def build(name, groups, model, cfg):
     AdamW (https://arxiv.org/abs/1711.05101) is PyTorch's, fused on CUDA and the CPU.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    # beside Muon AdamW has modded-nanogpt's eps, as the recipe has its rates of embeddings and head
-    options = dict(
-        lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-10 if cfg.optimizer == "muon" else 1e-8
-    )
+    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+    if cfg.optimizer == "muon":
+        options["eps"] = 1e-10  # modded-nanogpt's, as are the rates of embeddings and head
     if name == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
 
@@ -96,9 +91,8 @@ def build(name, groups, model, cfg):
         rows = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
         return Muon(groups, rows, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
-        raise UserError(
-            f"optim.py: param_groups names the optimizer {name!r}, which `build` does not know"
-        )
+        what = f"param_groups names the optimizer {name!r}"
+        raise UserError(f"optim.py: {what}, which `build` does not know")
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 
@@ -118,42 +112,33 @@ def make_optimizer(model, cfg):
         if p.requires_grad and times[p] != 1:
             found = "two groups" if times[p] else "no group"
             hint = "a parameter that is to stay as it is needs requires_grad=False"
-            raise UserError(
-                f"optim.py: {name} is in {found} of the optimizer, expected one; {hint}"
-            )
+            where = f"{name} is in {found} of the optimizer"
+            raise UserError(f"optim.py: {where}, expected one; {hint}")
     for group in optimizer.param_groups:
         group["factor"] = group["lr"] / (cfg.lr or 1)
     for one in parts_of(optimizer):
         if cfg.max_skipped_steps and not skips(one):
-            what = (
-                f"max_skipped_steps={cfg.max_skipped_steps} needs an optimizer that knows found_inf"
-            )
-            raise UserError(f"{what}, unlike {type(one).__name__} as it is here; leave it at 0")
+            what = f"max_skipped_steps={cfg.max_skipped_steps}"
+            why = f"needs an optimizer that knows found_inf, unlike {type(one).__name__}"
+            raise UserError(f"{what} {why} as it is here; leave it at 0")
     return optimizer
 
 
 def skips(optimizer):
-    """Whether its step leaves weights and states as they are where
-    `optimizer.found_inf` is not 0.
-    """
-    # PyTorch's own, with fused=True
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    """Whether its step leaves weights and states alone where optimizer.found_inf is not 0."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # PyTorch's fused ones
     return fused or getattr(optimizer, "knows_found_inf", False)
 
 
 def unknown(optimizer):
-    """The name of an optimizer whose states are not ours, for the memory estimate;
-    None: all are known.
-    """
+    """The name of an optimizer whose states the memory estimate does not know, or None."""
     ours = ("AdamW", "AdamW8bit", "Muon")
     names = [type(one).__name__ for one in parts_of(optimizer)]
     return next((name for name in names if name not in ours), None)
 
 
 class Several:
-    """Several optimizers, each with parameters of its own,
-    as the loop and a GradScaler call one.
-    """
+    """Optimizers with parameters of their own, as one for the loop and a GradScaler."""
 
     def __init__(self, optimizers):
         self.optimizers = optimizers
@@ -191,11 +176,10 @@ def parts_of(optimizer):
 
 
 def clip_gradients(model, limit, factor=None):
-    """Multiplies the gradients by factor, then scales them to a norm of at most `limit` over all
-    ranks.
+    """Multiplies the gradients by factor, then limits their norm over all ranks.
 
     factor: a scalar tensor, None: 1; limit: None: no further scaling. Returns the norm before
-    `limit`. torch's clip_grad_norm_ handles DTensors one by one: 20 ms of a step of 614 (Llama 3
+    `limit`. torch's clip_grad_norm_ takes DTensors one by one: 20 ms of a step of 614 ms (Llama 3
     8B, four H200s).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -213,24 +197,18 @@ def clip_gradients(model, limit, factor=None):
 
 
 def norms(tensors):
-    """float32 norms of tensors on one device: one for each tensor, on the CPU one for each of its
-    rows.
+    """float32 norms of tensors on one device, on the CPU of each of their rows.
 
-    On the CPU torch._foreach_norm uses one thread, and its float32 sum of 400M squares is 7% too
-    small.
+    There torch._foreach_norm uses one thread, and its sum of 400M squares is 7% too small.
     """
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
-    return torch.cat(
-        [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten() for t in tensors]
-    )
+    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in tensors]
+    return torch.cat([norm.flatten() for norm in rows])
 
 
 def share_done(state, cfg):
-    """How much of a run is done, 0 to 1: by the clock, by tokens or by steps.
-
-    state: a train.State.
-    """
+    """How much of a run is done, 0 to 1, by the clock, tokens or steps of a train.State."""
     if cfg.max_seconds is not None:
         return min(1.0, state.seconds / cfg.max_seconds)
     if cfg.max_tokens is not None:
@@ -247,9 +225,7 @@ def batch_tokens(share, cfg):
 
 
 def plan(cfg, step=0, tokens=0):
-    """(steps, tokens) of a run at its end, one that goes on after so many too;
-    not with max_seconds.
-    """
+    """(steps, tokens) of a run at its end, if it has done so many; not with max_seconds."""
     for batch, until in cfg.stages:
         if cfg.max_tokens is None:
             left = until * cfg.max_steps - step
@@ -262,8 +238,7 @@ def plan(cfg, step=0, tokens=0):
 
 
 def learning_rate(step, share, cfg):
-    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio at
-    the end.
+    """Learning rate of `step`, from 0: linear warm-up, then cfg.schedule to lr * min_lr_ratio.
 
     share: of the run that is done, as share_done has it. A smaller batch of cfg.batch_schedule has
     less, by the root of its size (https://arxiv.org/abs/2205.10287).
@@ -291,8 +266,7 @@ def set_learning_rate(optimizer, lr):
 
 
 def matrices_of(name, weight, cfg):
-    """How many rows each matrix in a weight has: q, k and v, and gate and up, are matrices of their
-    own.
+    """How many rows each matrix in a weight has: q, k and v, gate and up are each their own.
 
     Of a stack, (n, rows, columns), each of its n entries is one.
     """
@@ -300,16 +274,14 @@ def matrices_of(name, weight, cfg):
         return [weight.size(1)] * weight.size(0)
     rows, heads = weight.size(0), (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
     parts = [n * cfg.head_size for n in heads] if name.endswith("qkv.weight") else [rows // 2] * 2
-    return (
-        parts if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows else [rows]
-    )
+    if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows:
+        return parts
+    return [rows]
 
 
 @dataclass
 class Matrix:
-    """`rows` rows of a weight, from `first` on;
-    a stack counts as its matrices one below the other.
-    """
+    """Rows of a weight, from `first` on; a stack is its matrices one below the other."""
 
     weight: torch.nn.Parameter
     first: int
@@ -325,9 +297,7 @@ class Matrix:
         return tuple(row * each for row in rows_of(self.weight, rank))
 
     def held(self, rank=None):
-        """(first, last) of this matrix' rows that a rank of the weight's shards holds;
-        None: this rank.
-        """
+        """(first, last) of this matrix' rows that a rank of the shards holds; None: this one."""
         return tuple(min(max(row - self.first, 0), self.rows) for row in self.rows_of_weight(rank))
 
     def rows_in(self, tensor):
@@ -354,10 +324,11 @@ class Muon(torch.optim.Optimizer):
         weights = [p for group in self.param_groups for p in group["params"]]
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-        matrices = [
-            Matrix(p, sum(parts[p][:i]), n) for p in weights for i, n in enumerate(parts[p])
-        ]
-        # of a batch
+        matrices = []
+        for p in weights:
+            for i, rows in enumerate(parts[p]):
+                matrices.append(Matrix(p, sum(parts[p][:i]), rows))
+        # a batch has up to 2**27 numbers for each rank
         size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))
         self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
         compiled = compiled and weights[0].is_cuda
@@ -370,7 +341,7 @@ class Muon(torch.optim.Optimizer):
         weights = [p for group in groups for p in group]
         if not weights:
             return
-        # one tensor for all would be read by the host
+        # a list: for one tensor of no dimensions the host would wait
         steps = [self.state[p]["step"] for p in weights]
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
@@ -380,10 +351,8 @@ class Muon(torch.optim.Optimizer):
         # a compiled graph of 96 weights took 51 s, graphs of four 11
         lists = [by_shape(group, lambda p: local(p).shape, lambda _: 4) for group in groups]
         for some in sum(lists, []):
-            moments, grads = (
-                [local(self.state[p]["momentum"]) for p in some],
-                [local(p.grad) for p in some],
-            )
+            moments = [local(self.state[p]["momentum"]) for p in some]
+            grads = [local(p.grad) for p in some]
             self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
@@ -398,9 +367,10 @@ def by_shape(items, shape, most):
     shapes = {}
     for item in items:
         shapes.setdefault(shape(item), []).append(item)
-    return [
-        same[i : i + most(k)] for k, same in shapes.items() for i in range(0, len(same), most(k))
-    ]
+    lists = []
+    for key, same in shapes.items():
+        lists += [same[i : i + most(key)] for i in range(0, len(same), most(key))]
+    return lists
 
 
 def ranks_of(weight):
@@ -412,24 +382,20 @@ def ranks_of(weight):
 
 
 def orthogonalize_updates(matrices, updates):
-    """Replaces updates[weight] of matrices, of one shape up to transposition,
-    by their scaled factors.
-    """
+    """Replaces the updates of matrices, of one shape up to transposition, by scaled factors."""
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
     each = -(-len(matrices) // size)  # matrix i is for rank i // each
-    own, held = (
-        matrices[rank * each : (rank + 1) * each],
-        [m.rows_in(updates[m.weight]) for m in matrices],
-    )
+    own = matrices[rank * each : (rank + 1) * each]
+    held = [m.rows_in(updates[m.weight]) for m in matrices]
     short, long = sorted(matrices[0].shape)
     stack = held[0].new_zeros(each, short, long)
     views = upright(stack, own)
     here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
     sharded = isinstance(matrices[0].weight, DTensor)
     if sharded:
-        # by holder
+        # the parts of this rank's matrices, by the rank that holds them
         there = [[view[slice(*m.held(r))] for m, view in zip(own, views)] for r in range(size)]
         exchange(here, there, stack, group)
     else:
@@ -456,23 +422,20 @@ def copy(targets, sources):
 
 
 def exchange(sources, targets, like, group):
-    """An all-to-all of lists of tensors in `like`'s dtype:
-    sources[r] go to rank r, targets[r] come back.
+    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it.
+
+    like: a tensor whose dtype and device are those of what is sent.
     """
     sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
     sent = torch.cat([like.new_empty(0), *(t.flatten() for tensors in sources for t in tensors)])
     received, into = like.new_empty(sum(sizes[1])), sum(targets, [])
     dist.all_to_all_single(received, sent, sizes[1], sizes[0], group)
-    copy(
-        into,
-        [part.view(t.shape) for t, part in zip(into, received.split([t.numel() for t in into]))],
-    )
+    parts = received.split([t.numel() for t in into])
+    copy(into, [part.view(t.shape) for t, part in zip(into, parts)])
 
 
 def orthogonalize(x):
-    """The orthogonal factors of the polar decompositions of x:
-    (n, short, long), roughly (POLAR_EXPRESS).
-    """
+    """The orthogonal factors of x, (n, short, long), by polar decomposition, roughly."""
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -483,17 +446,16 @@ def orthogonalize(x):
 
 
 def accumulate(moments, grads, updates, momentum, skip):
-    """m = momentum m + (1 - momentum) g, and u becomes the same of the new m;
-    skip: m stays, u is 0.
-    """
+    """m = momentum m + (1 - momentum) g, u the same of the new m; skip: m stays, u is 0."""
     for m, g, u in zip(moments, grads, updates):
         m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
         u.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
 
 
 def descend(weights, updates, rate, decay):
-    """w -= rate * u + decay * w, the latter where u has w's sign;
-    rate, decay: tensors, compiled once.
+    """w -= rate * u + decay * w, the latter where u has w's sign.
+
+    rate, decay: tensors, so that the function is compiled once.
     """
     for w, u in zip(weights, updates):
         w -= rate * u + decay * torch.where(u * w > 0, w, 0)

@@ -16,8 +16,7 @@ from run import source
 from run.hf import adopt
 from settings import Config, check
 
-# torch takes seconds to import: --help and a mistake in a setting answer before
-if __name__ == "__main__":
+if __name__ == "__main__":  # before torch, whose import takes seconds: --help and mistakes
     cfg = parse(Config, check, adopt)
 
 import dataclasses
@@ -67,18 +66,15 @@ class State:
     seconds: float = 0.0  # of training steps, as the ranks agree on them (Logger.elapsed)
     evaluated: int | None = None  # the step after which all evaluations that were due have run
     score: float | None = None  # of the evaluation that chooses the best checkpoint, at that step
-    own: dict = dataclasses.field(
-        default_factory=dict
-    )  # yours: tensors, numbers, what has a state_dict
+    # yours: tensors, numbers, objects with a state_dict
+    own: dict = dataclasses.field(default_factory=dict)
 
 
 class Training:
     """A run's state and how a step is computed: precision, ranks, a CUDA graph or not."""
 
     def __init__(self, cfg, world, loader=None, weights=None, eot=None):
-        """weights: a checkpoint's, or None; eot:
-        the id that separates documents, for document masks.
-        """
+        """weights: a checkpoint's, or None. eot: separates documents, for document masks."""
         self.cfg, self.world = cfg, world
         model, self.analysis = build_model(cfg, world, weights, eot)
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
@@ -98,16 +94,13 @@ class Training:
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
-        # as though the largest batch were all targets, also in a graph; `clip` puts in the true
-        # number
+        # of the largest batch's tokens, also in a graph: `clip` puts in the number of targets
         share = loss * (count / self.rank_tokens)
         self.state.scaler.scale(share).backward()
         return self.figures.sums(share, count, extras)
 
     def accumulate(self, next_batch):
-        """Forward and backward of a step's micro-batches, whose
-        gradients add up -> their sums, added up.
-        """
+        """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
             x, y = next_batch()
@@ -123,21 +116,17 @@ class Training:
         return totals
 
     def clip(self, totals):
-        """Makes the gradients those of the mean over the step's targets, clips them;
-        returns their norm.
-        """
+        """Makes the gradients those of the mean over targets, clips them; returns their norm."""
         self.state.scaler.unscale_(self.state.optimizer)
         targets = parallel.sum_over_ranks(totals[1].clone())
         factor = self.cfg.batch_tokens / targets.clamp(min=1)
         return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
 
     def update(self, totals, norm):
-        """One step of the optimizer; with max_skipped_steps none where
-        the loss or the norm is not finite.
-        """
+        """A step of the optimizer; with max_skipped_steps none if loss or norm is not finite."""
         state = self.state
-        # whose scaler skips by itself
-        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":
+        scaled = self.cfg.precision == "fp16"  # whose scaler skips by itself
+        if self.cfg.max_skipped_steps and not scaled:
             # the optimizer leaves weights and states as they are, which no host needs to know
             state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
             spoilt = state.optimizer.found_inf.to(totals[0].device) > 0
