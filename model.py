@@ -127,30 +127,6 @@ class ValueEmbedding(nn.Embedding):
         return v + rows.transpose(1, 2).type_as(v)
 
 
-class BigramEmbedding(nn.Module):
-    """Adds a table's row of each token and the one before it to the embedded token.
-
-    A hash of the two ids gives the row, of as many as there are ids: pairs share it. The rows start
-    at zero (https://github.com/KellerJordan/modded-nanogpt).
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.rows = cfg.vocab_size
-        self.table = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.table.init_std = 0.0
-        self.scale = nn.Parameter(torch.empty(1))
-        self.previous = Previous()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.scale, 0.1)
-
-    def forward(self, x, idx):  # (B, T, C), (B, T)
-        before = self.previous(idx.unsqueeze(-1) + 1).squeeze(-1)  # 0 where there is none
-        pair = (before * 1_000_003 ^ idx * 998_244_353) % self.rows
-        return x + self.scale * self.table(pair)
-
-
 class HeadGate(nn.Module):
     """Multiplies each head's output by 2 sigmoid(W x), x: channels of the block's normed input.
 
@@ -295,7 +271,6 @@ class GPT(nn.Module):
         self.embed_norm = nn.Identity()
         if cfg.embed_norm:
             self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=False)
-        self.bigrams = BigramEmbedding(cfg) if cfg.bigram_embedding else Unchanged()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
         self.stack = list(self.blocks)  # as `hidden` calls them
@@ -325,8 +300,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def embed(self, idx, positions):
-        x = self.embed_norm(self.wpe(self.wte(idx), positions))
-        return kernels.residual(self.dropout(self.bigrams(x, idx)))
+        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))
 
     def token_losses(self, idx, targets):
         """-log p of each target, (B, T) in nats, 0 where it is -100; without gradients."""

@@ -43,7 +43,6 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
     attention_gate: bool = False  # scales a head's output by 2 sigmoid(W x), x: 16 channels
     value_embeddings: int = 0  # every n-th block, the last too, adds a row per token id to v; 0: no
-    bigram_embedding: bool = False  # a table's row, by a hash of a token and the one before it
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -97,12 +96,8 @@ class GPTConfig:
         """Widths of all matrices with a row for each token id, the head's too;
         a shared one counts once.
         """
-        widths = [self.n_embd]
-        if not self.tie_embeddings:
-            widths.append(self.n_embd)
-        if self.bigram_embedding:
-            widths.append(self.n_embd)
-        return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
+        values = [self.kv_heads * self.head_size] * len(self.value_layers)
+        return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
 
     @property
     def block_matmuls(self):

@@ -89,8 +89,6 @@ def parameter_counts(cfg):
     tables = cfg.padded_vocab * sum(cfg.tables)
     if cfg.positions == "learned":
         tables += C * cfg.block_size
-    if cfg.bigram_embedding:
-        tables += 1  # its scale
     return tables + cfg.n_layer * block + norm, block
 
 
