@@ -1,3 +1,1 @@
-"""Several GPUs, long sequences and memory:
-what goes around a model without a change of what it computes.
-"""
+"""Several GPUs, long sequences and memory: what goes around a model and keeps its results."""

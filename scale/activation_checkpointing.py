@@ -1,7 +1,6 @@
-"""Activation checkpointing: blocks keep little of their forward and compute it again in the
-backward.
+"""Activation checkpointing: blocks keep little and compute the rest again in the backward.
 
---remat=selective  keeps all but the inside of the MLP, whose wide tensors are most of them
+--remat=selective  keeps all but the inside of the MLP, which is most of the activations
                    (https://arxiv.org/abs/2205.05198); costs another GEMM
 --remat=block      keeps the block's input (https://arxiv.org/abs/1604.06174); runs it twice
 --remat=attention  keeps attention's output too: what grows with the context's square runs once
@@ -41,9 +40,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
 
 
 def apply(model, cfg, device_type="cpu"):
-    """Puts cfg.remat around each cfg.remat_every-th block, from the first;
-    results do not change.
-    """
+    """Puts cfg.remat around each cfg.remat_every-th block from the first; results do not change."""
     if cfg.remat == "attention" and device_type != "cpu":
         in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
         if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
@@ -114,9 +111,7 @@ class CheckpointedBlock:
 
 
 class KeptAttention:
-    """attn.core that runs once: its results are recorded in the block's forward,
-    for the recomputation.
-    """
+    """attn.core that runs once: a block's recomputation takes the results of its forward."""
 
     def __init__(self, core, store):
         self.core, self.store = core, store
@@ -144,9 +139,7 @@ class KeptAttention:
 
 
 class AttentionOnce(torch.autograd.Function):
-    """Attention without dropout, computed once;
-    saves q, k and v alone, since its results are kept apart.
-    """
+    """Attention without dropout, computed once; saves q, k and v: its results are kept apart."""
 
     @staticmethod
     def forward(ctx, q, k, v, backend, attention):
@@ -197,8 +190,9 @@ def attention_results(q, k, v, backend):
 
 
 class RecomputedMLP:
-    """mlp.core that keeps its input and computes the rest again in the backward;
-    `tile`: tokens at a time.
+    """mlp.core that keeps its input and computes the rest again in the backward.
+
+    tile: on so many tokens at a time; None: on all at once.
     """
 
     def __init__(self, core, tile):
@@ -217,8 +211,7 @@ class RecomputedMLP:
             return run(x)
         if torch.compiler.is_compiling():
             return checkpoint(run, x, use_reentrant=False, **RECOMPUTE_ALL)
-        # not when compiled: run/build.py refuses blocks that draw numpy's or Python's random
-        # numbers then
+        # replays numpy's and Python's random numbers too; run/build.py refuses to compile those
         return checkpoint(run, x, use_reentrant=False, context_fn=generators.replay)
 
     @torch.compiler.disable
@@ -234,10 +227,9 @@ class RecomputedMLP:
 
 
 class ForwardInTiles(torch.autograd.Function):
-    """run(x) tile by tile; its "gradient of x" is that of its result; RecomputeInTiles computes the
-    rest.
+    """run(x) tile by tile; passes its result's gradient on as that of x, to RecomputeInTiles.
 
-    Apart, so that a checkpointed block saves x before the MLP runs: its recomputation stops there.
+    They are two so that a checkpointed block saves x before the MLP: its recomputation stops there.
     """
 
     @staticmethod
@@ -250,9 +242,7 @@ class ForwardInTiles(torch.autograd.Function):
 
 
 class RecomputeInTiles(torch.autograd.Function):
-    """Identity of x: (B, T, C); its backward runs an MLP again, tile by tile,
-    and differentiates it.
-    """
+    """Identity of x: (B, T, C); its backward runs an MLP again and differentiates it, in tiles."""
 
     @staticmethod
     def forward(ctx, x, run, tiles, *parameters):
@@ -271,8 +261,7 @@ class RecomputeInTiles(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         dx = torch.empty_like(x)
         sums = [None] * len(ctx.parameters)
-        # without autocast's cache, which would hand a tile the casts, and the freed graph, of the
-        # tile before
+        # without autocast's cache: a tile would get the casts, and the freed graph, of the last one
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
         with autocast, generators.kept(x.device), torch.enable_grad():
             generators.restore(ctx.states, x.device)  # as in the forward, until the end
@@ -284,9 +273,9 @@ class RecomputeInTiles(torch.autograd.Function):
                     out, [xt, *ctx.parameters], dy, allow_unused=True
                 )
                 del out
-                # summed in float32, whatever the parameter's dtype
+                # the sums are in float32, whatever the parameter's dtype
                 for i, grad in enumerate(grads):
-                    # an edit's layer may have a parameter that its forward does not use
+                    # None: an edit's layer may have a parameter that its forward does not use
                     if grad is not None:
                         sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
         for i, parameter in enumerate(ctx.parameters):

@@ -1,6 +1,4 @@
-"""Keeps what checkpointed blocks need for their backward,
-with --remat_offload in pinned host memory.
-"""
+"""What checkpointed blocks keep for their backward; --remat_offload: in pinned host memory."""
 
 import collections
 import contextlib
@@ -48,10 +46,10 @@ class ActivationStore:
         self.current = BlockActivations(weakref.ref(self.current))
         if self.offload:
             self.leaving.append(self.current)
-        # of the block before, the copy to the host may still be under way
+        # two stay: this block, and the one before, whose copy to the host may be under way
         while len(self.leaving) > 2:
             activations = self.leaving.popleft()
-            # frees the tensors for work that comes after the copies
+            # the tensors are freed below, for work that comes after their copies
             if activations.ready is not None:
                 torch.cuda.current_stream().wait_event(activations.ready)
             for kept in activations.members:
@@ -88,15 +86,13 @@ class ActivationStore:
         with self.copying(activations):
             for kept in activations.members:
                 kept.tensor.copy_(kept.host, non_blocking=True)
-                # a later copy into it waits in this stream
+                # free at once: a later copy into it waits in this stream
                 self.buffers[layout(kept.host)].append(kept.host)
         activations.on_device = True
 
     @contextlib.contextmanager
     def copying(self, activations):
-        """On CUDA: in the copies' stream, which waits for what was computed;
-        then they are ready.
-        """
+        """On CUDA, copies in their own stream, after what was computed; then records `ready`."""
         if self.device.type != "cuda":
             yield
             return
@@ -116,8 +112,7 @@ def layout(tensor):
 def host_like(tensor):
     """Host memory for a tensor's values, pinned if they are on a GPU.
 
-    PyTorch's pinned memory is in blocks of a power of two, in which 3 GiB take 4: large ones are
-    pinned here.
+    PyTorch pins blocks of a power of two, in which 3 GiB take 4: large tensors are pinned here.
     """
     if tensor.is_cuda and tensor.nbytes < memory.PINNED_EXACTLY:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)

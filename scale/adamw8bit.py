@@ -1,5 +1,4 @@
-"""AdamW with moments in 8 bits: 2.03 bytes of optimizer state a weight, where float32 moments take
-8.
+"""AdamW with 8-bit moments: 2.03 bytes of optimizer state a weight; float32 moments take 8.
 
 After https://arxiv.org/abs/2110.02861: 8-bit codes for groups of GROUP elements of the last
 dimension, each with a float32 scale. A code is a float32's exponent and three bits of mantissa,
@@ -27,11 +26,11 @@ try:
 except ImportError:
     triton = None
 
-# elements: smaller tensors, and vectors, have float32 moments and in bf16 a float32 master copy
+# tensors of fewer elements, and vectors, have float32 moments and in bf16 a float32 master copy
 SMALL = 4096
 GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
-# the code of a group's largest first and second moment; code 0 is zero
+# the codes of a group's largest first and largest second moment; code 0 is zero
 M_LEVELS, V_LEVELS = 127, 255
 LEAST = 8  # exponent and mantissa bits of the smallest normal float32: no code stands for less
 MASK = 0xFFFFFFFF
@@ -39,8 +38,7 @@ TILE, WARPS = 4, 4  # groups per program of the kernel: one per warp
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The update of torch.optim.AdamW (https://arxiv.org/abs/1711.05101) for float32 or bfloat16
-    weights.
+    """torch.optim.AdamW's update (https://arxiv.org/abs/1711.05101), float32 or bfloat16 weights.
 
     State, made at once and sharded as the parameter is: step (1,) on the CPU; m, v (rows, cols)
     uint8 and m_scale, v_scale (rows, groups) float32, or exp_avg, exp_avg_sq and master.
@@ -132,11 +130,10 @@ def new_state(p):
 def update_torch(
     w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps
 ):
-    """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales are updated in
-    place.
+    """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales change in place.
 
-    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor; key: of
-    random_key.
+    m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor.
+    key: as `random_key` makes it.
     """
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
     codes, g = grouped(m.int()), grouped(g.float())
@@ -167,8 +164,7 @@ def decoded(codes, scale, levels):
 
 
 def encoded(x, noise, levels, to_zero):
-    """(int32 codes, scale) of magnitudes x: (..., GROUP), rounded with SHIFT bits of `noise` an
-    element.
+    """(int32 codes, scale) of magnitudes x: (..., GROUP), rounded with SHIFT bits of `noise` each.
 
     A value below the smallest code's becomes, with to_zero, that code or zero at random; else
     always that code: a second moment of zero beside a first that is not zero would make Adam's
@@ -183,9 +179,7 @@ def encoded(x, noise, levels, to_zero):
 
 
 def rounded(x, noise, dtype):
-    """float32 x as `dtype`; to bfloat16 it is rounded stochastically
-    with 16 bits of `noise` an element.
-    """
+    """float32 x as `dtype`; to bfloat16 stochastically, with 16 bits of `noise` an element."""
     if dtype != torch.bfloat16:
         return x
     return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(dtype)
@@ -200,9 +194,7 @@ def random_key(*numbers):
 
 
 def noises(first, rows, cols, key, device):
-    """Three (rows, cols) int32 tensors of 20, 20 and 16 random bits,
-    for a tensor's rows from `first` on.
-    """
+    """Three (rows, cols) int32 tensors of 20, 20 and 16 random bits, for rows from `first` on."""
     row = torch.arange(first, first + rows, device=device).unsqueeze(1)
     index = row * cols + torch.arange(cols, device=device)
     a = mixed((index * 0x9E3779B1 & MASK) ^ key)
@@ -211,17 +203,16 @@ def noises(first, rows, cols, key, device):
 
 
 def mixed(h):
-    """Murmur3's finaliser on 32 bits held in int64:
-    every bit of the result depends on every bit of h.
-    """
+    """Murmur3's finaliser on 32 bits held in int64: all bits of the result depend on all of h."""
     h = (h ^ h >> 16) * 0x85EBCA6B & MASK
     h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
     return h ^ h >> 16
 
 
 def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
-    """update_torch as one kernel, which moves 10 bytes a bfloat16 weight;
-    float32's last bits may differ.
+    """update_torch in one kernel: it moves 10 bytes a bfloat16 weight.
+
+    The last bits of float32 may differ.
     """
     groups = m_scale.numel()
     sizes = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=w.dtype.itemsize == 2, TILE=TILE)

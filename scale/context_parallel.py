@@ -1,5 +1,4 @@
-"""Context parallelism: ranks share a sequence whose activations do not fit one GPU, each with some
-tokens.
+"""Context parallelism: ranks share the tokens of a row whose activations do not fit one GPU.
 
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
@@ -63,8 +62,9 @@ def wrap(model, ranks):
 
 
 def attentions(model, setting, any_core=False):
-    """Modules with kernels.attention, perhaps wrapped, as `core`, or UserError;
-    any_core: any Attention.
+    """Modules whose `core` is kernels.attention, perhaps wrapped.
+
+    any_core: each model.Attention counts. Raises UserError if a block has none.
     """
 
     def suits(module):
@@ -95,9 +95,7 @@ def innermost(core):
 
 @contextlib.contextmanager
 def alone(model, names=("context_ranks", "documents")):
-    """Within it, each rank has whole, separate rows, each of one document:
-    for HellaSwag and samples.
-    """
+    """Within it, a rank has whole rows of its own, of one document, for HellaSwag and samples."""
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [part.on for part in parts]
     for part in parts:
@@ -110,8 +108,9 @@ def alone(model, names=("context_ranks", "documents")):
 
 
 class Ulysses:
-    """attn.core between two all-to-alls. A core with a parameter
-    `heads` is told which heads of q it has.
+    """attn.core between two all-to-alls.
+
+    A core with a parameter `heads` is told which heads of q it has.
     """
 
     def __init__(self, core, ranks):
@@ -137,14 +136,12 @@ class Ulysses:
         parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
         y = self.attend(ranks.rank, q, k, v, *options)
-        # this rank's tokens, of all heads
+        # y: this rank's tokens, of all heads
         y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
 
     def divisible(self, q, k, v):
-        """k and v with repeated heads, if need be, so that the ranks have equally many;
-        all in one dtype.
-        """
+        """q, k, v in one dtype; heads of k, v are repeated if ranks would not have equally many."""
         N = self.ranks.size
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
@@ -166,16 +163,14 @@ class Ulysses:
         try:
             parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
             same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
-        # of any type: an edit's, which has as many factors as there are heads, say
         except Exception:
+            # of any type: an edit's core may have as many factors as there are heads, say
             return False
         return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
 
 
 class RankBefore:
-    """previous.core, for whose first token a rank has the last one
-    of the rank before in its row.
-    """
+    """previous.core; for its first token a rank has the rank before's last one in the row."""
 
     def __init__(self, core, ranks):
         self.core = core
@@ -210,10 +205,10 @@ def whole_sequences(model, idx):
 
 
 def own_tokens(cfg, world, x, y):
-    """This rank's part of whole sequences, x and y: (B, T) -> (x, y, positions): (B, T/N) twice,
-    and (T/N,).
+    """This rank's part of whole sequences x, y: (B, T), and its positions.
 
-    Without context parallelism all of them, and None for the positions 0 to T - 1.
+    (x, y, positions): (B, T/N) twice, and (T/N,). Without context parallelism all of them, and None
+    for the positions 0 to T - 1.
     """
     N = cfg.context_parallel
     if N == 1:
@@ -229,8 +224,7 @@ def own_tokens(cfg, world, x, y):
 
 
 def prove(model, cfg, world, autocast, eot=None):
-    """Compares rows that ranks share with the same rows on each rank alone; UserError if they
-    differ.
+    """Raises UserError if rows that ranks share differ from the same rows on each rank alone.
 
     Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give
     wrong results. eot: the id that separates documents, which then occurs in the rows.
@@ -245,16 +239,15 @@ def prove(model, cfg, world, autocast, eot=None):
 
 
 def try_narrow(model, cfg, world, autocast, wrapped, trial):
-    """trial(model, its settings, world, autocast, whether it is narrow) of a `narrow` model, once
-    wrapped.
+    """Returns what `trial` finds of a `narrow` model, once `wrapped` has wrapped it.
 
-    It is of the same code, in float32 and with random weights, since initial weights may be zero.
-    Where an edit cannot be built or run that narrow, it is a trial of the run's own model.
+    trial(model, its settings, world, autocast, whether it is narrow). The model is of the same
+    code, in float32 and with random weights, since initial weights may be zero. Where an edit
+    cannot be built or run that narrow, it is a trial of the run's own model.
     """
     precision = torch.get_float32_matmul_precision()
     try:
-        # 32 blocks in TF32 differed by more than the bounds, since it rounds what float32 rounds
-        # otherwise
+        # not TF32: its rounding made 32 blocks differ by more than the bounds
         torch.set_float32_matmul_precision("highest")
         small, shape = narrow(cfg, world)
         wrapped(small)
@@ -274,9 +267,7 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
 
 
 def narrow(cfg, world):
-    """(A model of cfg's depth and heads with heads of 8 channels and random weights,
-    its settings).
-    """
+    """(model, its settings): cfg's depth and heads, of 8 channels each, with random weights."""
     T = min(cfg.block_size, PROOF * cfg.context_parallel)
     widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
     shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
@@ -294,10 +285,10 @@ def narrow(cfg, world):
 
 @torch.no_grad()
 def compare(model, cfg, world, autocast, is_narrow, eot):
-    """Whether logits, by so much of their standard deviation, or losses differ on parts and on
-    whole rows.
+    """Whether logits or losses differ on parts and on whole rows.
 
-    A forward that draws random numbers cannot be compared, and counts as the same.
+    The bound on logits is relative to their standard deviation. A forward that draws random numbers
+    cannot be compared, and counts as the same.
     """
     logits_most, loss_most = 0.1, 5e-3
     if is_narrow:

@@ -1,5 +1,4 @@
-"""--cuda_graph: the host launches the kernels of a micro-step of train.py together, as one CUDA
-graph.
+"""--cuda_graph: the host launches all kernels of train.py's micro-step as one CUDA graph.
 
 The host needs tens of microseconds to launch a kernel. Where a micro-batch or a model is small, or
 the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
@@ -29,9 +28,7 @@ ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 def choose(cfg, world, micro_step, model):
-    """(a GraphedMicroStep, or None, rows of the start-up summary):
-    as set, or with "auto" after a trial.
-    """
+    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto"."""
     if cfg.cuda_graph is True:
         return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
@@ -57,14 +54,13 @@ def choose(cfg, world, micro_step, model):
 class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
-    Its gradients stay in place: where the optimizer sets .grad to None, the next call puts zeros
-    back.
+    Its gradients stay in place: where the optimizer sets .grad to None, the next call zeroes them.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
         self.micro_step = micro_step
         self.parameters = list(model.parameters())
-        # the sums of gradients over ranks, else in their own dtype
+        # whether gradients are summed over ranks in bf16, else in their own dtype
         self.in_bf16 = reduce_dtype == "bf16"
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
@@ -74,8 +70,7 @@ class GraphedMicroStep:
     def __call__(self, x, y, positions=None, average=True):
         """The micro-step's sums, a list of tensors. x, y: (B, T), always of one shape.
 
-        average: this is the step's last micro-step, after which the gradients are averaged over the
-        ranks.
+        average: it is the step's last micro-step, which averages the gradients over the ranks.
         """
         if positions is not None:
             raise UserError(
@@ -105,11 +100,11 @@ class GraphedMicroStep:
         return [total.clone() for total in self.sums]  # the next replay overwrites them
 
     def trial(self, cfg):
-        """Times consecutive micro-steps: (seconds in which the host launches one, seconds that one
-        takes).
+        """(seconds in which the host launches a micro-step, seconds that it takes), as timed.
 
-        Medians: where other processes start beside it, single ones took seconds. The first is 0 for
-        a micro-step that waits for the GPU. The random state stays as it was.
+        They are medians over consecutive micro-steps: where other processes start beside it, single
+        ones took seconds. The first is 0 for a micro-step that waits for the GPU. The random state
+        stays as it was.
         """
         shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
@@ -186,7 +181,7 @@ class GraphedMicroStep:
 def waits(function, *arguments):
     """Why a call waits for the GPU, or "".
 
-    A capture of that would fail, and spoil the random numbers.
+    A capture of such a call would fail, and spoil the random numbers.
     """
     with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -213,8 +208,9 @@ def gradients(parameters):
 
 
 def stream(device):
-    """Of the capture and the steps before:
-    what adds to gradients runs on the stream of the first forward.
+    """The stream of the capture and of the steps before it.
+
+    What adds to gradients runs on the stream of the first forward.
     """
     if device.type != "cuda":
         raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")

@@ -14,7 +14,7 @@ from system.errors import UserError
 def wrap(model, cfg, world, unused=False):
     """The model as the loop calls it: in DDP if nothing else averages gradients.
 
-    unused: some have none.
+    unused: some parameters have no gradient.
     """
     if not dist.is_initialized() or cfg.parallel != "ddp":
         return model
@@ -22,7 +22,7 @@ def wrap(model, cfg, world, unused=False):
     in_bf16 = cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
     if in_bf16 and not on_gpu:
         raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
-    # torch 2.11 has no newer name
+    # the argument's newer name is not in torch 2.11
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     ddp = DDP(
         model,
@@ -37,8 +37,7 @@ def wrap(model, cfg, world, unused=False):
 
 
 class DDP(DistributedDataParallel):
-    """DDP that has the model's methods and parts too: self.model.logits(...) is right in a training
-    step.
+    """DDP with the model's methods and parts: self.model.logits(...) is right in a training step.
 
     So is state.model.logits(...) beside such a call; by itself its gradients would not be averaged.
     """

@@ -1,5 +1,4 @@
-"""Document masks: a token attends to earlier tokens of its own document only, though a row holds
-many.
+"""Document masks: a row holds many documents; a token attends to earlier tokens of its own.
 
 A document begins at its separator, as fineweb.py writes it, or at the start of the row, as for
 Llama 3 (https://arxiv.org/abs/2407.21783, section 3.2). Positions count through the whole row. On
@@ -34,8 +33,9 @@ def separator(cfg, eot):
 
 
 def apply(model, eot):
-    """Wraps the core of every attention. eot: the token that begins a document;
-    None: each row is one.
+    """Wraps the core of every attention.
+
+    eot: the token that begins a document; None: each row is one.
     """
     documents = model.documents = Documents(eot)
     for module in context_parallel.tokens_before(model):
@@ -64,9 +64,7 @@ def prove(model, cfg, world, autocast):
 
 @torch.no_grad()
 def crosses(model, cfg, world, autocast, is_narrow):
-    """Whether a document's loss changes with the ids before it;
-    False of a forward that draws numbers.
-    """
+    """Whether ids before a document change its loss; False if the forward draws random numbers."""
     T = min(cfg.block_size, 2 * context_parallel.PROOF)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
@@ -83,12 +81,12 @@ def crosses(model, cfg, world, autocast, is_narrow):
 
 
 class Documents:
-    """A batch's documents, kept until the next forward; on: False while each row counts as one
-    document.
+    """A batch's documents, kept until the next forward.
 
-    spans: [(first, last), ...] in all rows together. bounds: int32, all that begin or end there.
-    longest: a tensor with as many rows as the longest document, since a number would be a constant
-    to torch.compile. begins: (B, T/N), which of this rank's tokens are separators.
+    on: False while each row counts as one document. spans: [(first, last), ...] in all rows
+    together. bounds: int32, all that begin or end there. longest: a tensor with as many rows as the
+    longest document, since a number would be a constant to torch.compile. begins: (B, T/N), which
+    of this rank's tokens are separators.
     """
 
     def __init__(self, eot):
@@ -105,7 +103,7 @@ class Documents:
         begins = idx == self.eot  # (B, T)
         begins[:, 0] = True
         ends = begins.new_ones(1)
-        # waits for the device
+        # `nonzero` waits for the device
         self.bounds = torch.cat([begins.flatten(), ends]).nonzero().flatten().int()
         self.spans = list(itertools.pairwise(self.bounds.tolist()))
         longest = max(last - first for first, last in self.spans)
@@ -132,9 +130,7 @@ class PreviousInDocument:
 
 
 class DocumentMask:
-    """attn.core with attention within documents;
-    while each row is one document, the wrapped core.
-    """
+    """attn.core with attention within documents, or as it was while each row is one document."""
 
     def __init__(self, core, documents):
         self.core, self.documents = core, documents
@@ -158,9 +154,7 @@ def takes_varlen(v):
 
 @torch.compiler.disable
 def by_documents(core, documents, q, k, v, *options, **more):
-    """core, any function of q: (B, H, T, D);
-    k, v: (B, H_kv, T, D), on one document after the other.
-    """
+    """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on each document in turn."""
     B, _, T, _ = q.shape
     parts = []
     for first, last in documents.spans:
@@ -173,8 +167,9 @@ def by_documents(core, documents, q, k, v, *options, **more):
 
 
 def varlen_attention(q, k, v, bounds, longest):
-    """kernels.attention by documents, for CUDA tensors in 16 bits;
-    longest: of the longest document.
+    """kernels.attention by documents, for 16-bit CUDA tensors.
+
+    bounds: as of Documents; longest: the length of the longest document.
     """
     B, H, T, D = q.shape
     options = {}
@@ -183,9 +178,8 @@ def varlen_attention(q, k, v, bounds, longest):
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
-    # q_norm and k_norm may give float32 under autocast
-    # (B * T, H, D)
+    # (B * T, H, D) each, in v's dtype: q_norm and k_norm may give float32 under autocast
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype).contiguous() for x in (q, k, v))
-    # causal
+    # (-1, 0): all earlier tokens and no later one
     y = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
     return y.view(B, T, H, D).transpose(1, 2)

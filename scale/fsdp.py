@@ -1,6 +1,4 @@
-"""FSDP2 (https://arxiv.org/abs/2304.11277):
-parameters, gradients and optimizer states sharded over ranks.
-"""
+"""FSDP2 (https://arxiv.org/abs/2304.11277): weights, gradients, optimizer states in shards."""
 
 import torch
 from torch.distributed import distributed_c10d, fsdp, init_device_mesh
@@ -11,8 +9,7 @@ from scale import memory, parallel
 
 
 def shard(model, cfg, world, analysis=None):
-    """Shards a model in units that are gathered together: embedding, head, and each of
-    `units_of_blocks`.
+    """Shards a model in units, each gathered at once: embedding, head, each of `units_of_blocks`.
 
     fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`),
     zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
@@ -47,7 +44,7 @@ def shard(model, cfg, world, analysis=None):
         units = [[model.wte], [model.head], *units]
     # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
     model.unit_sizes = [(modules[0], size_of(modules)) for modules in units]
-    # parameters after each use; zero2 does so after the last micro-step
+    # parameters are freed after each use; zero2 does so after the last micro-step
     frees = cfg.parallel != "zero2"
     for modules in units:
         fsdp.fully_shard(
@@ -55,7 +52,7 @@ def shard(model, cfg, world, analysis=None):
         )
     fsdp.fully_shard(model, **options)
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
-        # of a head that is no unit it does nothing
+        # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
     model.kept = []  # units that are gathered from a step's first forward to its last backward
     if cfg.parallel == "zero2":
@@ -70,16 +67,16 @@ def make_mesh(cfg, world):
     if cfg.parallel == "hsdp":
         shape, names = (world.size // shards, shards), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    # instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
+    # timeout_s instead of PyTorch's limits, 10 (NCCL) or 30 minutes (gloo)
     for group in mesh.get_all_groups():
         distributed_c10d._set_pg_timeout(parallel.time_limit(cfg.timeout_s), group)
     return mesh
 
 
 def units_of_blocks(blocks, apart):
-    """Lists of blocks, each up to memory.UNIT_MIB.
+    """Lists of blocks, up to memory.UNIT_MIB a list.
 
-    apart: one a list, where a block may not run just once.
+    apart: one block a list, where a block may not run just once.
     """
     units = []
     for block in blocks:
@@ -95,7 +92,8 @@ def size_of(modules):
 
 
 def gather_all(model, *_):
-    """zero2, before a step's first forward: gathers all units;
+    """Gathers all units before a step's first forward with zero2.
+
     FSDP2's own hooks waited 230 ms of 6,300.
     """
     for unit in parallel.units(model):
@@ -103,11 +101,10 @@ def gather_all(model, *_):
 
 
 def keep_gathered(model, cfg, world, parameters, optimizer):
-    """Keeps units of fsdp and hsdp gathered during a step, as zero2 does all, as the GPU has room
-    for them.
+    """Keeps units of fsdp and hsdp gathered during a step, as many as the GPU has room for.
 
-    parameters: of the model; optimizer: the name of one whose states are not known, or None.
-    Returns rows of the start-up summary.
+    zero2 keeps all. parameters: of the model; optimizer: the name of one whose states are not
+    known, or None. Returns rows of the start-up summary.
     """
     edited = parameters != memory.parameter_counts(cfg)[0]
     if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2" or edited or optimizer:
@@ -130,8 +127,8 @@ def room(cfg, world):
     """Bytes of a GPU that the estimate leaves; 0 where it does not hold. All ranks call it.
 
     5% stay aside, and 10% in a step of one micro-step: there a unit that stays gathered saves one
-    gather of two, while an allocator short of memory waits for the GPU (131,072 tokens on four: 0.8
-    s of 12).
+    gather of two, while an allocator short of memory waits for the GPU (0.8 s of 12 with 131,072
+    tokens on four).
     """
     if world.device.type != "cuda" or memory.not_estimated(cfg):
         return 0
@@ -144,8 +141,7 @@ def room(cfg, world):
 def with_all_gradients(block, _, result):
     """A forward hook: the block's backward gives each of its parameters a gradient, perhaps zeros.
 
-    FSDP2's ranks would otherwise sum different gradients, where an expert has tokens on one of them
-    alone.
+    FSDP2's ranks would sum different gradients where an expert has tokens on one of them alone.
     """
     nothing = sum(p.flatten()[:0].sum() for p in block.parameters() if p.requires_grad)
 

@@ -1,6 +1,4 @@
-"""The random-number generators of torch, numpy and Python:
-seeded by rank, saved, and set back by remat.
-"""
+"""Random generators of torch, numpy and Python: seeded by rank, saved, and set back by remat."""
 
 import contextlib
 import pickle
@@ -22,8 +20,7 @@ def states(device):
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    # both are 624 words of the Mersenne Twister, the position in them, and perhaps a second normal
-    # number
+    # both: 624 words of the Mersenne Twister, the position in them, maybe a second normal number
     (_, words, *rest), (_, python_words, gauss) = others()
     found["numpy"] = torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
     found["python"] = torch.tensor(
@@ -78,12 +75,11 @@ class Drawn:
 
 
 def replay():
-    """(recorded, replayed): contexts of a part of a forward and of its recomputation, as
-    `context_fn`.
+    """(recorded, replayed): contexts of a forward's part and of its recomputation (`context_fn`).
 
     Both draw the same numbers of numpy and Python, after which their generators are as if the
-    recomputation had not been. torch.utils.checkpoint does so for torch's own. 20 microseconds a
-    part.
+    recomputation had not been. torch.utils.checkpoint does so for torch's own. It takes 20
+    microseconds a part.
     """
     before = None
 

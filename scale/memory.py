@@ -1,5 +1,4 @@
-"""The GPU memory that a run will take, by arithmetic alone: `bench.py memory` needs neither a GPU
-nor torch.
+"""A run's GPU memory, by arithmetic alone: `bench.py memory` needs neither a GPU nor torch.
 
 Counts bytes on a rank, with the fused kernels in bf16 or fp8, in the loss, a block's backward and
 the update.
@@ -14,18 +13,19 @@ from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
-# of the estimate, that batch_size=auto leaves free: it was within 9% of all measured peaks
+# part of the estimate that batch_size=auto leaves free; it was within 9% of all measured peaks
 MARGIN = 0.1
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
-# bytes of an offloaded activation from which its host memory is no power of two
+# from so many bytes on, an offloaded activation's host memory is no power of two
 PINNED_EXACTLY = 2**26
-# blocks that FSDP2 gathers as one unit take up to this in 16 bits; 0: a block a unit
+# the blocks of one unit of FSDP2 take up to this in 16 bits; 0: a block a unit
 UNIT_MIB = 100
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes;
-    on_host counts the host's.
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes.
+
+    `on_host` counts the host's.
     """
     total, block = parameter_counts(cfg)
     shards = shards_of(cfg, ranks)
@@ -43,13 +43,13 @@ def estimate(cfg, ranks):
     }
     backward = dict(update)
     if cfg.optimizer == "muon":
-        # of the blocks' matrices, beside all gradients
+        # updates of the blocks' matrices, beside all gradients
         update["updates"] = 2 * cfg.n_layer * block / shards
 
     if sharded and not several_micro_steps:  # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
-    # added up on the GPU until the last micro-step
     elif cfg.offload_states and cfg.parallel == "hsdp":
+        # added up on the GPU until the last micro-step
         backward["gradients"] = reduced_bytes(cfg) * total / shards
     elif several_micro_steps and ranks > 1 and not sharded and cfg.cuda_graph is not True:
         # .grad, and DDP's buckets, to which they are copied in the last micro-step
@@ -57,7 +57,7 @@ def estimate(cfg, ranks):
     backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
     cast = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone
     if not gathers_8_bits(cfg, shards) and (2 if sharded else weight) != cast:
-        # casts, kept until the backward
+        # 16-bit or 8-bit casts of weights, kept until the backward
         backward["gathered"] += cast * (cfg.n_layer - recomputed) * block
     backward["activations"] = activations
     backward["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, recomputed))
@@ -74,9 +74,7 @@ def takes(cfg, ranks):
 
 
 def parameter_counts(cfg):
-    """Parameters (of the model, of a block without a table):
-    shared weights once, padding rows included.
-    """
+    """Parameters (of the model, of a block without a table): shared once, with padding rows."""
     C = cfg.n_embd
     norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
     block = 2 * norm + cfg.n_head * cfg.gate_channels
@@ -128,16 +126,15 @@ def ranks_of_host(ranks):
 
 
 def gathers_8_bits(cfg, shards):
-    """Whether FSDP2 gathers the blocks' weights in fp8:
-    each matrix and its transpose, the bytes of bf16.
+    """Whether FSDP2 gathers the blocks' weights in fp8.
+
+    Each matrix comes with its transpose, so that they take the bytes of bf16.
     """
     return cfg.precision == "fp8" and shards > 1 and not cfg.offload_states
 
 
 def gathered_bytes(cfg, shards):
-    """FSDP2's buffers in 16 bits: weights of two units and the head (zero2:
-    all), a unit's gradients.
-    """
+    """FSDP2's 16-bit buffers: weights of two units and head (zero2: all), gradients of a unit."""
     total, unit = parameter_counts(cfg)
     if cfg.value_layers:  # a table is gathered with its block
         unit += cfg.padded_vocab * cfg.kv_heads * cfg.head_size
@@ -151,9 +148,7 @@ def gathered_bytes(cfg, shards):
 
 
 def loss_bytes(cfg):
-    """Bytes while the loss is computed: a chunk of logits,
-    gradients of the hidden state and the head.
-    """
+    """Bytes during the loss: a chunk of logits, gradients of the hidden state and the head."""
     tokens = cfg.rank_tokens
     logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
     if cfg.precision == "fp8":
@@ -162,27 +157,22 @@ def loss_bytes(cfg):
 
 
 def backward_bytes(cfg, recomputed):
-    """Working memory of a block's backward:
-    gradients, and activations where they are computed again.
-    """
+    """Bytes for a block's backward: gradients, and activations where they are computed again."""
     C, tokens = cfg.n_embd, cfg.rank_tokens
     tile = min(tokens, cfg.remat_tile or tokens)
     wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
     if not recomputed or cfg.remat == "selective":
         return tile * wide + tokens * 2 * 3 * C
-    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv, dq in
-    # float32
-    attention = (
-        (6 if cfg.positions == "rope" else 4) * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
-    )
+    # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv,
+    # and dq in float32
+    each = 6 if cfg.positions == "rope" else 4
+    attention = each * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
     return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
 
 
 def blocks_again(cfg, n_layer):
-    """Indices of the blocks that remat computes again:
-    each remat_every-th, which may be a fraction.
-    """
+    """Indices of blocks that remat computes again: each remat_every-th, perhaps a fraction."""
     if cfg.remat == "none":
         return []
     every = 1 if cfg.remat_every == "auto" else cfg.remat_every  # all, while it is not chosen
@@ -229,8 +219,9 @@ def kept(cfg, remat):
 
 
 def on_host(cfg, ranks):
-    """{part: bytes of the host's memory on a rank};
-    all but moments pinned, by PyTorch in powers of two.
+    """{part: bytes of the host's memory on a rank}.
+
+    All but moments are pinned; what PyTorch itself pins takes a power of two of bytes.
     """
     parts, shards = {}, shards_of(cfg, ranks)
     if cfg.offload_states:
@@ -258,9 +249,7 @@ def power_of_two(size):
 
 
 def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
-    """The largest batch_size, or setting `name`, whose estimate is within `budget` bytes,
-    0 if none is.
-    """
+    """The largest batch_size, or `name`, whose estimate is within `budget` bytes; 0: none is."""
 
     def too_large(n):
         return takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
@@ -269,9 +258,7 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
 
 
 def longest_row(cfg, ranks, budget):
-    """The largest block_size that fits with batch_size=1, in steps of 1,024 a rank,
-    0 if none does.
-    """
+    """The largest block_size, in steps of 1,024 a rank, that fits with batch_size=1; 0: none."""
     one_row = dataclasses.replace(cfg, batch_size=1)
     return largest_batch(one_row, ranks, budget, "block_size", 1024 * cfg.context_parallel)
 
@@ -282,8 +269,7 @@ def fits(cfg, ranks, free):
 
 
 def choose_batch(cfg, ranks, free):
-    """(batch_size, reason) for batch_size=auto: the largest divisor of a rank's rows in a step that
-    fits.
+    """(batch_size, reason) for auto: the largest divisor of a rank's rows in a step that fits.
 
     free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
@@ -314,8 +300,7 @@ def choose_batch(cfg, ranks, free):
 
 
 def choose_remat(cfg, ranks, free):
-    """(remat_every, reason) for remat_every=auto: as few blocks are computed again as the memory
-    allows.
+    """(remat_every, reason) for auto: as few blocks are computed again as memory allows.
 
     free: bytes of a GPU; None: no GPU, where it is every block.
     """
@@ -334,10 +319,10 @@ def choose_remat(cfg, ranks, free):
 
 
 def describe(cfg, ranks, parameters=None, optimizer=None):
-    """The estimate in words. parameters: of the model, whose activations are unknown if it was
-    edited.
+    """The estimate in words.
 
-    optimizer: the name of one whose states are not known.
+    parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
+    one whose states are not known.
     """
     counted, _ = parameter_counts(cfg)
     parameters = parameters or counted
@@ -359,10 +344,8 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
 
 
 def not_estimated(cfg):
-    """Problems, one line each: the settings for which the estimate does not hold;
-    "auto" is none of them.
-    """
-    # and not PyTorch's own operations, T x T matrices
+    """Problems, one line each: settings for which the estimate does not hold ("auto" is none)."""
+    # and neither PyTorch's own operations nor T x T matrices
     why = "the arithmetic counts the fused kernels"
     found = []
     if cfg.ops == "torch":

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale.shards import copy_into, local
 from system.errors import UserError, launched, this_rank
 
-# seconds after timeout_s until NCCL ends the process; the run reports a hang before
+# seconds from timeout_s until NCCL ends the process; the run reports a hang before that
 NCCL_LATER = 10
 
 
@@ -36,8 +36,8 @@ def join(cfg):
     if cfg.deterministic:
         make_deterministic()
     if cfg.offload_states and os.environ.get("OMP_NUM_THREADS") == "1":
-        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one, 111
-        # on two
+        # torchrun leaves each rank one core; the update of 200M parameters took 210 ms on one core,
+        # 111 on two
         cores = len(os.sched_getaffinity(0)) // this_rank().local_size
         torch.set_num_threads(max(1, cores))
     return start(
@@ -46,23 +46,23 @@ def join(cfg):
 
 
 def make_deterministic():
-    """Before CUDA starts: the same bits each time, but for NCCL's sums,
-    or a RuntimeError of an operation.
+    """Called before CUDA starts; from then on the same bits each time, but for NCCL's sums.
+
+    An operation that cannot do that raises RuntimeError.
     """
-    # scratch memory of fixed size for a stream
+    # cuBLAS: scratch memory of fixed size for a stream
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # warn_only keeps the atomic additions of attention's backward
+    # not with warn_only, which keeps the atomic additions of attention's backward
     torch.use_deterministic_algorithms(True)
-    # or every new tensor is written once more
+    # True would write every new tensor once more
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
-    """Joins the process group that torchrun describes (none without it) and claims this process's
-    device.
+    """Joins the process group that torchrun describes, if any, and claims this process's device.
 
-    expandable: the allocator's segments grow, which fragments memory less. on_cpu: GPUs' ranks
-    reduce there.
+    expandable: the allocator's segments grow, which fragments memory less. on_cpu: ranks with GPUs
+    reduce tensors on the CPU too.
     """
     rank, size, *_ = this_rank()
     world = World(rank, size, pick_device(device))
@@ -99,9 +99,7 @@ def join_group(backend, world, timeout_s):
 
 
 def check_backend(store, rank, backend):
-    """Raises UserError on a rank that would join over another backend than rank 0,
-    and wait without end.
-    """
+    """Raises UserError on a rank of another backend than rank 0, which would wait without end."""
     if rank == 0:
         store.set("backend", backend)
     elif (first := store.get("backend").decode()) != backend:
@@ -114,10 +112,8 @@ def check_backend(store, rank, backend):
 
 
 def pick_device(name):
-    """The torch.device of this process; auto: CUDA, else MPS, else the CPU;
-    cuda: the local rank's GPU.
-    """
-    # where a GPU fails, torch says why
+    """This process's torch.device; auto: CUDA, else MPS, else CPU; cuda: the local rank's GPU."""
+    # a GPU that fails counts, since torch then says why
     cuda = torch.cuda.is_available() or torch.cuda.device_count()
     found = {"cuda": cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
@@ -128,7 +124,7 @@ def pick_device(name):
     if found[kind] and kind != "cuda":
         return torch.device(kind)
     index = int(index or this_rank().local_rank)
-    # counting takes half a second
+    # `index == 0` comes first: counting takes half a second
     if found[kind] and (index == 0 or index < torch.cuda.device_count()):
         return torch.device(kind, index)
     count = torch.cuda.device_count() if kind == "cuda" else 0
@@ -142,9 +138,7 @@ def stop():
 
 
 def store_connection():
-    """A separate connection, for a thread, to the store of the process group;
-    None without ranks.
-    """
+    """A thread's own connection to the process group's store; None without ranks."""
     return distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
 
 
@@ -161,28 +155,22 @@ def units(model):
 
 
 def free_gathered(model):
-    """Frees what an evaluation left gathered with FSDP2 (zero2),
-    so that parameters() are shards.
-    """
+    """Frees what an evaluation left gathered (FSDP2, zero2): parameters() are then shards."""
     for unit in units(model):
         unit.reshard()
 
 
 @contextlib.contextmanager
 def whole(module):
-    """Within it the module's own parameters are whole float32 tensors, which are then copied into
-    them.
+    """Within it a module's own parameters are whole float32 tensors, at its end copied into them.
 
-    So their first values depend neither on sharding nor on dtype. Raises UserError if some are not
-    given.
+    So their first values depend neither on sharding nor on dtype. UserError if some are not given.
     """
     own = dict(module.named_parameters(recurse=False))
     for name, parameter in own.items():
-        device = (
-            parameter.device_mesh.device_type
-            if isinstance(parameter, DTensor)
-            else parameter.device
-        )
+        device = parameter.device
+        if isinstance(parameter, DTensor):
+            device = parameter.device_mesh.device_type
         empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
         module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
     yield
@@ -197,8 +185,9 @@ def whole(module):
 
 @contextlib.contextmanager
 def sync_gradients(model, on):
-    """Around a micro-step. on: the step's last, in which DDP, and hsdp among its copies,
-    sum gradients.
+    """Around a micro-step.
+
+    on: it is the step's last, in which DDP, and hsdp among its copies, sum gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
@@ -230,8 +219,7 @@ def not_finite(loss, norm):
 
 @contextlib.contextmanager
 def holding(model, weights):
-    """Within it the parameters are {name: tensor}, laid out as they are themselves, such as an
-    average's.
+    """Within it the parameters are {name: tensor}, laid out as they are, such as an average's.
 
     It takes the memory of one copy of them.
     """
@@ -265,9 +253,7 @@ def average_buffers(model):
 
 
 def all_finite(tensors, device):
-    """Whether none of the tensors of any rank holds inf or NaN;
-    waits for `device`, that of the ranks.
-    """
+    """Whether no tensor of any rank holds inf or NaN; waits for `device`, that of the ranks."""
     tops = [torch.zeros((), device=device)]
     for own in map(local, tensors):
         # no 8-bit codes; of a short tensor a rank may have no rows
@@ -311,9 +297,7 @@ def device_of(model):
 
 
 def synchronize(device):
-    """Waits until the device has finished, then reads the clock:
-    time.perf_counter(), in seconds.
-    """
+    """Waits until the device has finished; returns time.perf_counter() then, in seconds."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
     return time.perf_counter()
@@ -338,9 +322,7 @@ class Moment:
 
 
 class Later:
-    """A small tensor copied to the host in the background:
-    `get` waits for it, not for later work.
-    """
+    """A small tensor copied to the host in the background; `get` waits for it alone."""
 
     def __init__(self, tensor):
         self.tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # pinned

@@ -9,7 +9,7 @@ from torch.utils._triton import triton_hash_with_backend
 from fast import chips, forms, hopper
 from system.errors import UserError
 
-# of autocast's GEMMs
+# the dtypes of GEMMs under autocast
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,9 +38,7 @@ def pick_precision(name, device, weights="fp32", fp16=True):
 
 
 def pick_ops(name, device, precision):
-    """(torch or fused, reason), with auto resolved;
-    switches the fused kernels on or off for the device.
-    """
+    """(torch or fused, reason), auto resolved; switches fused kernels on or off for the device."""
     missing = forms.serve(device, name)
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
@@ -65,9 +63,7 @@ def autocast(precision, device):
 
 
 class Autocast:
-    """torch.autocast that may be entered again within itself:
-    an object of torch's would not end then.
-    """
+    """torch.autocast that may be entered again within itself; torch's own would then not end."""
 
     def __init__(self, *options):
         self.options, self.entered = options, []

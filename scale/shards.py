@@ -3,14 +3,14 @@
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-# Their names before torch 2.13, which warns of them, were all_gather_into_tensor and
-# reduce_scatter_tensor
+# torch 2.13 gave them these names, and warns of all_gather_into_tensor and reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def rows_of(tensor, rank=None):
-    """(first, last): the rows of a rank's shard, None: this rank's;
+    """(first, last) of the rows of a rank's shard; None: this rank's.
+
     FSDP2 splits rows as torch.chunk does.
     """
     rows = tensor.size(0)
@@ -37,8 +37,9 @@ def is_first_copy(tensor):
 
 
 def copy_into(tensor, whole):
-    """Copies this rank's rows of `whole`, which alone whole[a:b] may read;
-    rows that it lacks are zeros.
+    """Copies this rank's rows of `whole`; rows that it lacks are zeros.
+
+    It reads no others, and these as whole[a:b].
     """
     if not tensor.shape:
         local(tensor).copy_(whole[...])

@@ -1,6 +1,4 @@
-"""Where kernels run, cases with marks, and comparisons of results,
-gradients and runs of train.py.
-"""
+"""Where kernels run, cases with marks, comparisons of results, gradients and runs of train.py."""
 
 import contextlib
 import functools
@@ -28,7 +26,7 @@ LLAMA = dict(mlp="swiglu", norm="rmsnorm", positions="rope", bias=False)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 gpt2 = functools.partial(pytest.param, marks=pytest.mark.gpt2)
 repeated = functools.partial(pytest.param, marks=[pytest.mark.repeated, pytest.mark.slow])
-# of which others say much the same, and a CPU takes long for each
+# cases of which others say much the same, and a CPU takes long for each
 costly = slow if GPU else repeated
 
 
@@ -45,9 +43,7 @@ def error(a, b):
 
 
 def with_gradients(function, inputs, dy):
-    """[function(*inputs), the gradient of each input] for a gradient of the result,
-    which takes its dtype.
-    """
+    """[function(*inputs), each input's gradient]; dy: the result's gradient, cast to its dtype."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
@@ -69,9 +65,7 @@ def copied(run, step, to):
 
 
 def same_run(one, other, **bounds):
-    """Asserts that two runs, `one` of one process, have the same losses and samples,
-    and end `alike`.
-    """
+    """Asserts that two runs, `one` of one process, log the same losses, samples and end `alike`."""
     texts = [
         [line["texts"] for line in read_log(run) if line["kind"] == "sample"]
         for run in (one, other)
@@ -86,17 +80,13 @@ def same_run(one, other, **bounds):
 
 
 def same_norms(one, other):
-    """Asserts that two runs have the same RMS of matrices,
-    whose four digits in the log may differ by one.
-    """
+    """Asserts that two runs log the same RMS of matrices; the fourth digit may differ by one."""
     a, b = ([line for line in read_log(run) if line["kind"] == "norms"] for run in (one, other))
     b = {line["step"]: line for line in b}
     for line in a:
         for kind in ("weight", "gradient", "update"):
-            assert b[line["step"]][kind] == pytest.approx(line[kind], rel=2e-3), (
-                line["step"],
-                kind,
-            )
+            where = line["step"], kind
+            assert b[line["step"]][kind] == pytest.approx(line[kind], rel=2e-3), where
 
 
 def last_checkpoint(run):
@@ -111,8 +101,9 @@ def initial_weights(run):
 
 
 def alike(found, expected, start, moments=1e-4, weights=5e-3):
-    """Asserts that two checkpoints of runs from the weights `start` differ in each tensor by
-    rounding alone.
+    """Asserts that two runs' checkpoints differ in each tensor by rounding alone.
+
+    start: the weights from which both began.
 
     First moments are sums of gradients. Their difference, relative in the norm, may be `moments`: a
     gradient that is 1% too large shows there. It does not in the weights, since AdamW and Muon
@@ -131,9 +122,8 @@ def alike(found, expected, start, moments=1e-4, weights=5e-3):
     compared.
     """
     a, b = (first_moments(tensors["optimizer"]) for tensors in (found, expected))
-    assert (
-        a.keys() == b.keys() and found["model"].keys() == expected["model"].keys() == start.keys()
-    )
+    assert a.keys() == b.keys()
+    assert found["model"].keys() == expected["model"].keys() == start.keys()
     noise = NOISE * sum(norm(moment) ** 2 for moment in b.values()) ** 0.5
     wrong = {}
     for name, moment in b.items():
@@ -167,15 +157,15 @@ def first_moments(tensors):
 
 def same_end(folder, whole, steps=(4, 5, 6)):
     """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
-    expected = losses(read_log(whole))
-    assert losses(read_log(folder)) == pytest.approx(
-        {step: expected[step] for step in steps}, rel=4e-6
-    )
+    uninterrupted = losses(read_log(whole))
+    expected = {step: uninterrupted[step] for step in steps}
+    assert losses(read_log(folder)) == pytest.approx(expected, rel=4e-6)
 
 
 def resumed_bitwise(data_dir, folder, **settings):
-    """Asserts that a run goes on from step 5 as if it had not ended;
-    its last checkpoint's tensors.
+    """Asserts that a run goes on from step 5 as if it had not ended.
+
+    Returns the tensors of its last checkpoint.
     """
     settings = dict(save_interval=5, keep_last=9, eval_interval=5, **settings)
     whole = train_here(data_dir, folder / "a", **settings)

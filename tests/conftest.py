@@ -1,6 +1,4 @@
-"""Shared by the tests: small shards of real text,
-and runs of train.py in this process or over ranks.
-"""
+"""Shared by tests: small shards of real text; runs of train.py in this process or over ranks."""
 
 import contextlib
 import functools
@@ -22,9 +20,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
-# read once, for deterministic tests too
+# set for all tests: it is read once, and deterministic ones need it
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# else a pool of processes that import torch
+# without it Inductor starts a pool of processes that import torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 interpreter.hasten()
@@ -54,9 +52,7 @@ GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` without a CUDA device;
-    marks those of kernels that run on either `device`.
-    """
+    """Skips `gpu` tests without a CUDA device; marks those of kernels that run on any `device`."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -70,8 +66,8 @@ def pytest_collection_modifyitems(items):
         ]
 
 
-# what compile_model, fusion.register, make_deterministic and serve set for the process; `kept`
-# names the rest
+# what compile_model, fusion.register, make_deterministic and serve set for the process;
+# `kept` names the rest
 SETTINGS = [
     (torch._dynamo.config, "recompile_limit"),
     (torch._dynamo.config, "optimize_ddp"),
@@ -86,9 +82,7 @@ SETTINGS = [
 
 @contextlib.contextmanager
 def kept():
-    """Puts back what is set for the whole process within,
-    so that no test depends on those before it.
-    """
+    """Puts back what is set for the whole process within: no test depends on those before it."""
     environment, served = dict(os.environ), set(forms.served)
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -112,9 +106,7 @@ def kept():
 
 
 def restore(environment):
-    """Sets what is not as in `environment`;
-    no more, since another thread may be reading the others.
-    """
+    """Sets only what is not as in `environment`: another thread may be reading the others."""
     now = dict(os.environ)
     for name in now | environment:
         if now.get(name) != environment.get(name) and name != "PYTEST_CURRENT_TEST":
@@ -178,9 +170,7 @@ def stdlib_bytes(count):
 
 
 def peak_bytes(work):
-    """The most memory that work() held at a time on the CPU, in bytes,
-    besides what there was before.
-    """
+    """The most bytes that work() held on the CPU at a time, besides what there was before."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         kept = work()  # freed after the profile
@@ -233,9 +223,7 @@ def compiler(request, monkeypatch):
 
 
 def compile_to_graphs(put=setattr):
-    """Lets torch.compile and Module.compile make the same graphs as for inductor,
-    run by ATen's operators.
-    """
+    """Lets torch.compile and Module.compile make inductor's graphs; ATen's operators run them."""
     put(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
 
 
@@ -270,9 +258,7 @@ train_ranks = ranks.run
 
 
 def train_in_rank(words, compiler="inductor"):
-    """For ranks.call: train.py's main; (exit code, message) of a user's error, (0,
-    "") without one.
-    """
+    """For ranks.call: train.py's main; (exit code, message) of a user's error, else (0, "")."""
     if compiler == "graphs":
         compile_to_graphs()
     try:

@@ -1,7 +1,7 @@
 """Fills in the table of docs/reliability.md, whose rows are the faults that a run must survive.
 
-A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs these and writes
-verdicts.
+A test belongs to rows by `@pytest.mark.fault(23, 54)`; `./test.sh --faults` runs these tests and
+writes verdicts.
 """
 
 import datetime
@@ -37,9 +37,7 @@ class Table:
         self.path.write_text(re.sub(r"(?m)^(\| (\d+) \|[^|]*\|[^|]*\|).*", self.line, text))
 
     def line(self, row):
-        """A row of the table, as matched: its number and words stay,
-        the verdict and the tests are new.
-        """
+        """A row of the table, as matched: number and words stay, verdict and tests are new."""
         tests = self.found.get(int(row[2]), {})
         outcomes = [outcome for of in tests.values() for outcome in of]
         passed = outcomes.count("passed")

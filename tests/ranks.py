@@ -1,5 +1,4 @@
-"""Runs scripts and functions over several ranks on this machine, without importing torch for each
-of them.
+"""Runs scripts and functions over ranks on this machine, without importing torch for each.
 
     done = ranks.run(2, ["config/test.py", "--max_steps=3"])  # `python train.py WORDS` in two ranks
     done = ranks.run(0, words, script="convert.py")           # one process, no process group
@@ -36,9 +35,7 @@ ROOT, PORTS = Path(__file__).parent.parent, []
 
 @dataclass
 class Ran:
-    """The end of a run, like subprocess.CompletedProcess,
-    with the code and the texts of each rank.
-    """
+    """The end of a run, like subprocess.CompletedProcess, with each rank's code and texts."""
 
     returncode: int  # 0, or the code of the rank that failed first; negative: killed by that signal
     codes: list  # of each rank
@@ -66,8 +63,7 @@ def run(ranks, words, script="train.py", **limits):
 def call(ranks, function, *arguments, **limits):
     """[value of function(*arguments) in each rank], where none may fail.
 
-    The function stands at the top level of a module in tests/ and joins the process group by
-    itself.
+    The function stands at the top level of a module in tests/ and joins the process group itself.
     """
     done, values = attempt(ranks, function, *arguments, **limits)
     assert done.returncode == 0, f"exit codes {done.codes}\n{done.stdout}\n{done.stderr}"
@@ -86,9 +82,7 @@ def attempt(ranks, function, *arguments, **limits):
 
 
 def torchrun(ranks, words, script="train.py", timeout=300):
-    """The script under torchrun, or as a plain new process for 0
-    ranks -> subprocess.CompletedProcess.
-    """
+    """subprocess.CompletedProcess of a script under torchrun; 0 ranks: as a plain new process."""
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -111,7 +105,7 @@ def environment():
 
 
 def free_port():
-    # kept bound: no other process gets the port, a store still may
+    # the socket stays bound: no other process gets its port, a store still may
     PORTS.append(s := socket.socket())
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
@@ -125,8 +119,7 @@ class _Pool:
     """The server process. One that died or hangs is replaced by the next run."""
 
     def __init__(self):
-        # NVML: torch.cuda.is_available() would otherwise initialise CUDA, which does not survive a
-        # fork
+        # NVML, since torch.cuda.is_available() would initialise CUDA, which does not survive a fork
         env = environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=env, **pipes)
@@ -135,9 +128,7 @@ class _Pool:
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
-        """timeout, s, for all; grace, s that others have to end once a rank has failed,
-        before a kill.
-        """
+        """timeout, s, of all; grace, s that others have to end after a failure, before a kill."""
         request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
         request["env"] = environment()
         reply = ""
@@ -185,9 +176,8 @@ def serve():
     os.dup2(2, 1)  # nothing else may come between the replies
     sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
-    for (
-        module
-    ) in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
+    names = "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest"
+    for module in names.split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank
     threads = Path("/proc/self/task")
@@ -232,7 +222,7 @@ def be_process(rank, request):
 def wait_for(pids, timeout, grace):
     """(exit codes, the first that is not 0).
 
-    Ranks over the time, or who outlive one, are killed.
+    Ranks over the time, or that outlive a failed one by `grace` seconds, are killed.
     """
     codes, first, deadline = {}, 0, time.monotonic() + timeout
     while len(codes) < len(pids):

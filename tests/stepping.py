@@ -1,6 +1,4 @@
-"""A step of train.Training as train.py's loop takes it,
-for the tests that train without that loop.
-"""
+"""A step of train.Training as train.py's loop takes it, for tests that train without the loop."""
 
 import optim
 

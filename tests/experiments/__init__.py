@@ -1,3 +1,1 @@
-"""Small patches of the sources, as a user writes them, and what must come out:
-see test_experiments.py.
-"""
+"""Small patches as users write them, and what must come out: see test_experiments.py."""

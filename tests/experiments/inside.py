@@ -1,5 +1,4 @@
-"""What a process of tests/ranks.py does for a patch: it imports a patched copy of the sources, and
-runs it.
+"""What a process of tests/ranks.py does for a patch: imports patched sources, and runs them.
 
 Importing torch takes seconds and a run of six steps a quarter of one, so that the server of
 ranks.py has imported torch, and one forked process does all of a patch's runs that need no ranks.
@@ -44,9 +43,7 @@ def sources():
 
 
 def run(words):
-    """`python train.py WORDS` -> (exit code, what its one line says);
-    a traceback has the code 1.
-    """
+    """`python train.py WORDS` -> (exit code, what its one line says); code 1: a traceback."""
     train, configurator, settings = sources()
     from scale import parallel
 
@@ -62,8 +59,7 @@ def run(words):
 
 
 def alone(folder, patch_module, name, runs, plain, out, more):
-    """{mode: (exit code, words), or (0, what the mode finds)} of all that one process does for a
-    patch.
+    """{mode: (exit code, words), or (0, what it finds)} of all that one process does for a patch.
 
     runs: {mode: words of train.py}; plain: {"plain" or "plain masked": (words, data)}; out: the
     folder of the eager run; more: whether "sampled" and "exported" take its model.
@@ -86,9 +82,7 @@ def alone(folder, patch_module, name, runs, plain, out, more):
 
 
 def over_ranks(folder, runs, ports):
-    """{mode: (exit code, words)} of runs over ranks, one after the other,
-    each with a port of its own.
-    """
+    """{mode: (exit code, words)} of runs over ranks, in turn, each with a port of its own."""
     use(folder)
     from scale import memory
 
@@ -97,7 +91,7 @@ def over_ranks(folder, runs, ports):
     for (mode, words), port in zip(runs.items(), ports):
         os.environ["MASTER_PORT"] = str(port)
         before = mode.removeprefix("resumed ")
-        # the others wait to join
+        # rank 0 copies; the others wait to join
         if before != mode and os.environ["RANK"] == "0" and not found[before][0]:
             out, step = Path(folder).parent, "step_00000003"
             shutil.copytree(out / before / step, out / mode / step)

@@ -1,6 +1,4 @@
-"""Patches of the loss: further losses, other targets, figures to be logged,
-and forwards that are refused.
-"""
+"""Patches of the loss: more losses, other targets, logged figures, and refused forwards."""
 
 import torch
 import torch.nn.functional as F

@@ -152,7 +152,7 @@ EVERYWHERE = (
     modes.RESUMED_FSDP,
 )
 READERS = (modes.SAMPLED, modes.EXPORTED)
-# its step does not run on FSDP2's rows
+# for an optimizer whose step does not run on FSDP2's rows
 ROWS_ALONE = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, *RESUMED)
 
 
@@ -247,7 +247,7 @@ PATCHES = [
         lambda groups, cfg: made(LION, "Lion")(groups, cfg.lr),
         EVERYWHERE,
         sample=(modes.PLAIN, modes.RESUMED_FSDP),
-        # gradients of k's bias are rounding, and so is their sign
+        # no biases: the gradients of k's are rounding, and so is their sign
         settings=dict(lr=1e-3, bias=False),
     ),
     optimizer(

@@ -1,6 +1,4 @@
-"""What a patch is: text that is replaced in the sources, the modes it is run in,
-and what must come out.
-"""
+"""What a patch is: text replaced in the sources, the modes it is run in, and what must come out."""
 
 import dataclasses
 import os
@@ -24,12 +22,10 @@ FSDP = "fsdp"
 CONTEXT = "context"  # FSDP2 and context_parallel=2
 RESUMED_DDP, RESUMED_FSDP = "resumed ddp", "resumed fsdp"  # bitwise as DDP and FSDP go on
 RANKS = (DDP, FSDP, CONTEXT, RESUMED_DDP, RESUMED_FSDP)
-# of context parallelism for an edit with which the ranks that share a row would need more than
-# their part
+# refused with context parallelism: an edit for which a rank needs more than its part of a row
 MIXES = {CONTEXT: "model.py mixes tokens outside of attn.core, or in its loss"}
 
-# A change of the loss or of the loop counts targets and tokens; one of layers moves parameters and
-# tensors.
+# A change of the loss or loop counts targets and tokens; one of layers moves weights and tensors.
 OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
 OF_LAYERS = (PLAIN, BLOCK, SAMPLED, CONTEXT)  # an export of the same parameters is not checked
 OF_LOOP = (PLAIN, MASKED, ACCUMULATED, RESUMED, DDP)
@@ -59,13 +55,12 @@ def own_loss(model, x, y):
 class Patch:
     """An experiment: what a user changes in which files, and what must come out.
 
-    edits: {file: [(old text, new text), ...]}; the old text, the anchor, must be there exactly
-    once. file: of experiments/, which is applied before them; adds: settings that the sources have
-    by it alone. modes: in which it must equal its own plain run in one process, or be refused
-    there. sample: those of them that ./test.sh runs, (): one plain run; None: it leaves the patch
-    to --all. refused: {mode: words of the one line that ends the run there}; "eager": it never
-    runs. wrong: {mode: what is known to be wrong there, an open issue}; a mode that holds has no
-    place here.
+    edits: {file: [(old text, new text), ...]}; the old text, the anchor, is there exactly once.
+    file: of experiments/, applied before them; adds: settings that the sources have by it alone.
+    modes: in which it must equal its own plain run in one process, or be refused there.
+    sample: those of them that ./test.sh runs, (): one plain run; None: it leaves it to --all.
+    refused: {mode: words of the one line that ends the run there}; "eager": it never runs.
+    wrong: {mode: what is known to be wrong there, an open issue}; no mode that holds is in it.
     """
 
     name: str

@@ -1,5 +1,4 @@
-"""Plain references: a training loop over whole batches, and GPT-2 as Hugging Face's weights
-describe it.
+"""Plain references: a training loop over whole batches, and GPT-2 by Hugging Face's weights.
 
 The loop knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It
 takes from the sources only the model, its initial weights, the groups of parameters, and the
@@ -15,9 +14,7 @@ HEADER_BYTES = 1024
 
 
 class Data:
-    """The rows of a split of shards, read without the loader;
-    targets without loss in a mask are -100.
-    """
+    """A split's rows, read without the loader; targets without loss in a mask are -100."""
 
     def __init__(self, folder, split, length):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -37,8 +34,10 @@ class Data:
 
 
 def train(patch, cfg, folder):
-    """{"losses": {step: loss}, "val": ..., "extras": {step: {}}, "moments": {parameter:
-    first moment}}.
+    """What a run of the patch is compared with, {name: values}.
+
+    "losses", "val": {step: loss}; "extras": {step: {name: value}}; "moments": {parameter: first
+    moment}.
     """
     import model as models
     import optim

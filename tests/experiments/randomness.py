@@ -1,6 +1,4 @@
-"""Patches that draw random numbers, with torch, numpy and Python,
-each of which remat must replay.
-"""
+"""Patches that draw numbers with torch, numpy and Python, each of which remat must replay."""
 
 from experiments import patch as modes
 from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HIDDEN_CALL

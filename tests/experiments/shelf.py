@@ -1,6 +1,4 @@
-"""The patches of experiments/: each in every mode equals itself in one process,
-or is refused there.
-"""
+"""The patches of experiments/: in each mode they equal a run in one process, or are refused."""
 
 import importlib
 
@@ -95,11 +93,8 @@ def averaged(log):
     val, average = (
         {x["step"]: x["loss"] for x in log if x["kind"] == kind} for kind in ("val", "average")
     )
-    wrong = [
-        step
-        for step, loss in average.items()
-        if (loss != val[step] if step == 0 else loss <= val[step])
-    ]
+    is_wrong = lambda step, loss: loss <= val[step] if step else loss != val[step]
+    wrong = [step for step, loss in average.items() if is_wrong(step, loss)]
     return f"averages {average} beside {val}" if wrong or 6 not in average else None
 
 
@@ -146,7 +141,7 @@ PATCHES = [
     shelved(
         "lora",
         "two narrow factors beside each of attention's layers, while all else is frozen",
-        # not near zero
+        # with an init_std of 0 the factors' product would stay near zero
         edits={"model.py": [("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")]},
         sample=(modes.RESUMED,),
         settings=dict(lr=0.03),
@@ -171,7 +166,7 @@ PATCHES = [
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
         edits={"optim.py": [("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")]},
-        # a basis turns far where eigenvalues differ by little, as rounding has it
+        # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
         settings=dict(lr=3e-3),
         adds=dict(optimizer="soap"),
@@ -194,7 +189,7 @@ PATCHES = [
     shelved(
         "distillation",
         "half of the loss is the divergence from a checkpoint's predictions",
-        # another seed than the teacher's, or they would hardly differ
+        # not the teacher's seed, or the two would hardly differ
         adds=dict(teacher=UNPATCHED, seed=2),
         make_loss=distilled,
         extras=("divergence",),
