@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from corpus import told
 from measure.logs import read
+from results import processes
 from system import errors
 from system.errors import UserError
 
@@ -115,7 +116,7 @@ def start(cfg, run):
         flush=True,
     )
     with open(f"{out}.console", "w") as file:
-        return subprocess.Popen(
+        return processes.start(
             words, cwd=run["code"], env=env, stdout=file, stderr=subprocess.STDOUT
         )
 

@@ -146,6 +146,23 @@ def test_collectives_over_two_ranks():
     assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they measure where there is a GPU")
+@pytest.mark.parametrize("script, words", [
+    ("speed/sampling.py", []),
+    ("speed/ops.py", []),
+    ("speed/comm.py", []),
+    ("speed/ladder.py", []),
+    ("speed/peers.py", []),
+    ("speed/peers_8b.py", ["config/llama3_8b.py"]),
+    ("pairs.py", ["--before=.", "--after=.", "--", "config/gpt2_124m.py"]),
+])  # fmt: skip
+def test_scripts_of_results_need_a_gpu_in_one_line(script, words):
+    done = train_ranks(0, words, script=f"results/{script}")
+    assert done.returncode != 0 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "needs an NVIDIA GPU" in line
+
+
 @pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
 def test_other_peoples_8b_beside_ours(number, mode):
     """The shape is the recipe's, so small here;
