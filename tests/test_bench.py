@@ -163,6 +163,19 @@ def test_scripts_of_results_need_a_gpu_in_one_line(script, words):
     assert line.startswith("error: ") and "needs an NVIDIA GPU" in line
 
 
+def test_other_peoples_models_begin_with_our_loss():
+    """From the same weights, on the same tokens, of which the last of a row has no target."""
+    words = ["--device=cpu", "--n_layer=2", "--n_embd=64", "--n_head=2", "--block_size=64"]
+    words += ["--vocab_size=257", "--batch_size=2", "--batch_tokens=256", "--precision=fp32"]
+    words += ["--compile=False", "--steps=1", "--settle=0"]
+    first_losses = []
+    for peer in ("ours", "hf"):
+        done = train_ranks(0, [*words, f"--peer={peer}"], script="results/speed/peers.py")
+        assert done.returncode == 0, done.stderr
+        first_losses.append(float(done.stdout.split()[0]))
+    assert first_losses[0] == pytest.approx(first_losses[1], abs=2e-4)
+
+
 @pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
 def test_other_peoples_8b_beside_ours(number, mode):
     """The shape is the recipe's, so small here;

@@ -85,12 +85,14 @@ def measure(cfg):
     loader = make_loader(own, world) if cfg.curves else None
     batches = loader.next if loader else step.synthetic(own, world)
     losses, update = [], job.update
+    # ours adds up shares of a step's tokens, of which some have no target (run/figures.py)
+    tokens = own.batch_tokens if cfg.peer == "ours" else 1
 
     def recorded(sums, norm):
         """A step at its own rate, where measure/step.py has that of the first."""
         share = len(losses) / own.max_steps
         optim.set_learning_rate(job.state.optimizer, optim.learning_rate(len(losses), share, own))
-        losses.append(sums[0] / sums[1])
+        losses.append(sums[0] * tokens / sums[1])
         update(sums, norm)
 
     def without_last_targets():
@@ -104,9 +106,9 @@ def measure(cfg):
     losses = [loss.item() for loss in losses]
     if loader:
         loader.close()
-        tokens = cfg.batch_tokens
         lines = [
-            dict(kind="train", step=n, tokens=n * tokens, loss=x) for n, x in enumerate(losses, 1)
+            dict(kind="train", step=n, tokens=n * own.batch_tokens, loss=x)
+            for n, x in enumerate(losses, 1)
         ]
         Path(cfg.curves).mkdir(parents=True, exist_ok=True)
         Path(cfg.curves, f"{cfg.peer}.jsonl").write_text(
