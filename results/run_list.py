@@ -12,7 +12,7 @@ A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py dr
 all validation losses, scores and samples, one training step in many, the median time of a step and
 the seconds of all. Of another program keep/NAME.log holds what it printed. A run whose log is there
 is passed over: the same command goes on with a list that was stopped. It ends with a table of the
-trainings.
+trainings. If this program is killed, its runs get SIGTERM, on Linux.
 """
 
 import json

@@ -11,6 +11,8 @@ import re
 import runpy
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -161,6 +163,23 @@ def test_scripts_of_results_need_a_gpu_in_one_line(script, words):
     assert done.returncode != 0 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "needs an NVIDIA GPU" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
+def test_no_process_outlives_the_script_that_started_it():
+    code = (
+        "from results import processes; child = processes.start(['sleep', '60']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, text=True)
+    state = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+    parent.kill()
+    parent.communicate()
+    end = time.monotonic() + 10
+    while state.exists() and ") Z" not in state.read_text():
+        assert time.monotonic() < end, "the child lives on"
+        time.sleep(0.05)
 
 
 def test_other_peoples_models_begin_with_our_loss():
