@@ -14,7 +14,9 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "pairs: "  # begins the lines of a child's output that are meant for this program
 
 
@@ -59,11 +61,17 @@ def main():
     for folder in (args.before, args.after):
         if not os.path.isfile(os.path.join(folder, "bench.py")):
             parser.error(f"{folder} is no checkout: it has no bench.py")
+    sys.path.insert(0, str(ROOT))  # here alone: a child's modules are its checkout's
+    from results.processes import need_gpu, start
+    from system.errors import UserError
+
+    try:
+        need_gpu("cpu" if "--device=cpu" in args.words else "auto", "and a small model")
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
     command = [sys.executable, os.path.abspath(__file__), "--child", *args.words]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    sides = {
-        n: subprocess.Popen(command, cwd=getattr(args, n), **pipes) for n in ("before", "after")
-    }
+    sides = {name: start(command, cwd=getattr(args, name), **pipes) for name in ("before", "after")}
     tokens = [answer(process) for process in sides.values()][0]  # both compile at the same time
     times = {name: [] for name in sides}
     print(f"{'pair':>4}{'before, ms':>14}{'after, ms':>14}{'after / before':>18}")

@@ -12,7 +12,7 @@ A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py dr
 all validation losses, scores and samples, one training step in many, the median time of a step and
 the seconds of all. Of another program keep/NAME.log holds what it printed. A run whose log is there
 is passed over: the same command goes on with a list that was stopped. It ends with a table of the
-trainings.
+trainings. If this program is killed, its runs get SIGTERM, on Linux.
 """
 
 import json
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from corpus import told
 from measure.logs import read
+from results import processes
 from system import errors
 from system.errors import UserError
 
@@ -115,7 +116,7 @@ def start(cfg, run):
         flush=True,
     )
     with open(f"{out}.console", "w") as file:
-        return subprocess.Popen(
+        return processes.start(
             words, cwd=run["code"], env=env, stdout=file, stderr=subprocess.STDOUT
         )
 

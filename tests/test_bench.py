@@ -11,6 +11,8 @@ import re
 import runpy
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -144,6 +146,53 @@ def test_collectives_over_two_ranks():
     assert "FutureWarning" not in done.stderr, "a newer PyTorch has another name for a collective"
     alone = train_ranks(0, ["--device=cpu"], script="results/speed/comm.py")
     assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they measure where there is a GPU")
+@pytest.mark.parametrize("script, words", [
+    ("speed/sampling.py", []),
+    ("speed/ops.py", []),
+    ("speed/comm.py", []),
+    ("speed/ladder.py", []),
+    ("speed/peers.py", []),
+    ("speed/peers_8b.py", ["config/llama3_8b.py"]),
+    ("pairs.py", ["--before=.", "--after=.", "--", "config/gpt2_124m.py"]),
+])  # fmt: skip
+def test_scripts_of_results_need_a_gpu_in_one_line(script, words):
+    done = train_ranks(0, words, script=f"results/{script}")
+    assert done.returncode != 0 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "needs an NVIDIA GPU" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
+def test_no_process_outlives_the_script_that_started_it():
+    code = (
+        "from results import processes; child = processes.start(['sleep', '60']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, text=True)
+    state = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+    parent.kill()
+    parent.communicate()
+    end = time.monotonic() + 10
+    while state.exists() and ") Z" not in state.read_text():
+        assert time.monotonic() < end, "the child lives on"
+        time.sleep(0.05)
+
+
+def test_other_peoples_models_begin_with_our_loss():
+    """From the same weights, on the same tokens, of which the last of a row has no target."""
+    words = ["--device=cpu", "--n_layer=2", "--n_embd=64", "--n_head=2", "--block_size=64"]
+    words += ["--vocab_size=257", "--batch_size=2", "--batch_tokens=256", "--precision=fp32"]
+    words += ["--compile=False", "--steps=1", "--settle=0"]
+    first_losses = []
+    for peer in ("ours", "hf"):
+        done = train_ranks(0, [*words, f"--peer={peer}"], script="results/speed/peers.py")
+        assert done.returncode == 0, done.stderr
+        first_losses.append(float(done.stdout.split()[0]))
+    assert first_losses[0] == pytest.approx(first_losses[1], abs=2e-4)
 
 
 @pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configurator import run, too_small
+from results.processes import need_gpu
 from run.logger import device_name
 from scale import parallel, shards
 from system.errors import UserError, refuse
@@ -29,6 +30,7 @@ class Config:
 def main(cfg):
     """Prints a table of GB/s and us. Every rank calls it."""
     refuse(too_small(cfg, {"max_mib": 1}))
+    need_gpu(cfg.device, "--max_mib=16, over several ranks")
     world = parallel.start(cfg.device)
     if (n := world.size) == 1:
         raise UserError(

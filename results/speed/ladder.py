@@ -5,10 +5,9 @@ docs/speed.md.
 
 A rung is a process with the changes of all rungs up to it. One that fails says why, and the next
 ones go on. Further words are settings of `bench.py step` for all rungs, such as --steps=20 or
---n_layer=24.
+--n_layer=24. On a CPU it takes a small model and --device=cpu; the rungs that need a GPU say so.
 """
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import optim
 from bench import StepConfig
 from configurator import run
 from measure import step
+from results.processes import last_line, need_gpu
 from scale import parallel
 from settings import check
 
@@ -42,6 +42,8 @@ RUNGS = {
     "fp8": "--precision=fp8",
 }
 
+SMALL = "--n_layer=2 --n_embd=64 --n_head=2 --block_size=64 --vocab_size=257 --rows=2 --steps=2"
+
 
 @dataclass
 class Config(StepConfig):
@@ -52,16 +54,21 @@ class Config(StepConfig):
 
 def main(cfg):
     if cfg.alone:
-        return measure(cfg)
+        measure(cfg)
+        return 0
+    need_gpu(cfg.device, SMALL)
     settings = {}
+    ended_well = 0
     for name, change in RUNGS.items():
         tried = settings | dict(word.split("=") for word in change.split())
         words = [f"{key}={value}" for key, value in tried.items()]
         command = [sys.executable, __file__, *sys.argv[1:], "--alone=True", *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        said = done.stderr if done.returncode else done.stdout
-        print(f"{name:<26}{said.strip().splitlines()[-1]}   {change}", flush=True)
-        settings = settings if done.returncode else tried
+        said, code = last_line(command)
+        print(f"{name:<26}{said}   {change}", flush=True)
+        if code == 0:
+            settings = tried
+            ended_well += 1
+    return int(ended_well == 0)
 
 
 def measure(cfg):

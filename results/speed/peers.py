@@ -14,7 +14,6 @@ cannot take runs as it is.
 import dataclasses
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +30,7 @@ from bench import StepConfig
 from configurator import run
 from measure import step
 from model import build
+from results.processes import last_line, need_gpu
 from run import hf
 from run.build import choose, make_loader
 from run.flops import ModelAnalysis
@@ -44,6 +44,10 @@ PEERS = {
     "liger": "  + Liger's kernels",
     "nanogpt": "nanoGPT",
 }
+SMALL = (
+    "--n_layer=2 --n_embd=64 --n_head=2 --block_size=64 --vocab_size=257 --batch_size=2 "
+    "--batch_tokens=128 --compile=False --steps=2 --settle=0"
+)
 
 
 @dataclasses.dataclass
@@ -56,13 +60,18 @@ class Config(StepConfig):
 def main(cfg):
     check(cfg, 1)
     if cfg.peer:
-        return print(measure(cfg))
+        print(measure(cfg))
+        return 0
+    need_gpu(cfg.device, SMALL)
     print(f"{'':<22}first loss   step")
+    ended_well = 0
     for peer, name in PEERS.items():
         command = [sys.executable, __file__, *sys.argv[1:], f"--peer={peer}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        words = done.stderr if done.returncode else done.stdout
-        print(f"{name:<22}{words.strip().splitlines()[-1]}", flush=True)
+        words, code = last_line(command)
+        print(f"{name:<22}{words}", flush=True)
+        if code == 0:
+            ended_well += 1
+    return int(ended_well == 0)
 
 
 def measure(cfg):
@@ -76,12 +85,14 @@ def measure(cfg):
     loader = make_loader(own, world) if cfg.curves else None
     batches = loader.next if loader else step.synthetic(own, world)
     losses, update = [], job.update
+    # ours adds up shares of a step's tokens, of which some have no target (run/figures.py)
+    tokens = own.batch_tokens if cfg.peer == "ours" else 1
 
     def recorded(sums, norm):
         """A step at its own rate, where measure/step.py has that of the first."""
         share = len(losses) / own.max_steps
         optim.set_learning_rate(job.state.optimizer, optim.learning_rate(len(losses), share, own))
-        losses.append(sums[0] / sums[1])
+        losses.append(sums[0] * tokens / sums[1])
         update(sums, norm)
 
     def without_last_targets():
@@ -95,9 +106,9 @@ def measure(cfg):
     losses = [loss.item() for loss in losses]
     if loader:
         loader.close()
-        tokens = cfg.batch_tokens
         lines = [
-            dict(kind="train", step=n, tokens=n * tokens, loss=x) for n, x in enumerate(losses, 1)
+            dict(kind="train", step=n, tokens=n * own.batch_tokens, loss=x)
+            for n, x in enumerate(losses, 1)
         ]
         Path(cfg.curves).mkdir(parents=True, exist_ok=True)
         Path(cfg.curves, f"{cfg.peer}.jsonl").write_text(
@@ -144,12 +155,16 @@ class Peer:
 
 def transformer(cfg, saved):
     """(transformers' model in float32, how its loss is computed)."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("needs transformers: pip install transformers")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         saved, attn_implementation="sdpa", dtype=torch.float32
     )
     if cfg.peer == "liger":
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise UserError("needs liger_kernel: pip install liger-kernel")
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)

@@ -29,6 +29,7 @@ from peers import Peer
 from bench import StepConfig
 from configurator import run
 from measure import step
+from results.processes import need_gpu
 from run import hf
 from run.build import choose
 from run.flops import ModelAnalysis
@@ -36,6 +37,11 @@ from run.logger import describe_device, show
 from scale import parallel
 from settings import check
 from system.errors import UserError
+
+SMALL = (
+    "--kernels=none --n_layer=2 --n_embd=64 --n_head=4 --n_kv_head=2 --n_hidden=88 "
+    "--vocab_size=257 --block_size=64 --batch_tokens=256 --steps=1 --settle=0"
+)
 
 
 @dataclasses.dataclass
@@ -47,6 +53,7 @@ class Config(StepConfig):
 
 def main(cfg):
     check(cfg)
+    need_gpu(cfg.device, SMALL)
     packages = ["transformers", "liger_kernel"][: 2 if cfg.kernels == "liger" else 1]
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

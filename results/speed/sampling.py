@@ -142,6 +142,8 @@ def peer():
 
 
 def main():
+    if not torch.cuda.is_available():
+        sys.exit("error: needs an NVIDIA GPU, and none was found")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     same_tokens("GPT-2", {})
     same_tokens("Llama", dict(LLAMA, n_kv_head=2, qk_norm=True))
