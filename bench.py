@@ -54,8 +54,9 @@ COMMANDS = {"step": StepConfig, "memory": MemoryConfig, "snapshot": SnapshotConf
 
 
 def with_shape(given):
-    """The `given` settings of `memory` and the shape of Hugging Face weights;
-    fetches config.json alone.
+    """The settings `given` to `memory` and the shape of Hugging Face weights.
+
+    Fetches config.json alone.
     """
     try:
         return adopt(given, ["config.json"])

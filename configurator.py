@@ -1,11 +1,10 @@
-"""Settings of every script: dataclass defaults <- config file(s) <- --key=value, in the order
-given.
+"""Settings of every script: dataclass defaults <- config files <- --key=value, in the order given.
 
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
 `--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python:
-it may import and compute, and names that start with `_` are not settings. All mistakes are reported
-at once.
+it may import and compute, and names that start with `_` are not settings. All mistakes are
+reported at once.
 """
 
 import ast
@@ -39,7 +38,8 @@ def parse(cls, check=lambda cfg: None, complete=dict):
 
 
 def run(main, cfg):
-    """Runs main(cfg), which may return an exit code, as a script;
+    """Runs main(cfg), which may return an exit code, as a script.
+
     cfg: from `parse`, or a class to parse.
     """
     if isinstance(cfg, type):
@@ -48,8 +48,7 @@ def run(main, cfg):
 
 
 def configure(cls, argv, check=lambda cfg: None, complete=dict):
-    """An instance of dataclass `cls` for words as in sys.argv[1:]; one UserError names all
-    mistakes.
+    """An instance of dataclass `cls` for words as in sys.argv[1:]; a UserError names all mistakes.
 
     A word without dashes is a config file, or goes into `words` of the instance if cls has them.
     complete({name: value}) returns the given settings with others that follow from them. If cls has
@@ -92,8 +91,9 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
 
 
 def _flag(word, rest, hints):
-    """(name, value) of --key=value, --key value, --flag or --no_flag;
-    takes what it needs of the rest.
+    """(name, value) of --key=value, --key value, --flag or --no_flag.
+
+    Takes from `rest` the words of the value.
     """
     key, equals, value = word[2:].partition("=")
     if equals:
@@ -149,11 +149,10 @@ def _settings_of(path):
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     lines = {node.id: node.lineno for node in names if isinstance(node.ctx, ast.Store)}
     found = []
+    no_settings = (types.ModuleType, types.FunctionType, type)
     for name, value in space.items():
-        if not name.startswith("_") and not isinstance(
-            value, (types.ModuleType, types.FunctionType, type)
-        ):
-            # 1: imported from another one
+        if not name.startswith("_") and not isinstance(value, no_settings):
+            # line 1: the name is imported from another file
             found.append((f"{path}:{lines.get(name, 1)}", name, value))
     return found
 
@@ -186,7 +185,7 @@ def _convert(cls, hints, name, value):
 
 def _alternatives(hint):
     """The types, and single values, of which a setting may be one."""
-    # the latter if a Literal is in it
+    # a union that has a Literal in it is a typing.Union
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return list(itertools.chain(*map(_alternatives, typing.get_args(hint))))
     if typing.get_origin(hint) is typing.Literal:
@@ -202,11 +201,9 @@ def _read(kind, value):
         return value
     if typing.get_origin(kind) is tuple:
         return (value,) if isinstance(value, str) else tuple(value)
+    lower = str(value).lower()
     for choice in (True, False) if kind is bool else (kind,):
-        if isinstance(choice, bool) and str(value).lower() in (
-            str(choice).lower(),
-            str(int(choice)),
-        ):
+        if isinstance(choice, bool) and lower in (str(choice).lower(), str(int(choice))):
             return choice
         if str(value) == str(choice):
             return choice
@@ -224,9 +221,7 @@ def _number(kind, value):
 
 
 def typed(cls, values, names):
-    """`values`, an object of a file, with those called `names` in the types of `cls`,
-    or a UserError.
-    """
+    """`values`, an object of a file, with `names` in the types of `cls`, or a UserError."""
     if not isinstance(values, dict):
         raise UserError("it holds no settings")
     hints = typing.get_type_hints(cls)
@@ -262,9 +257,7 @@ def _type_name(hint):
 
 
 def too_small(cfg, least):
-    """Problems, a line each: settings below their least value, {name: value}, or NaN;
-    None passes.
-    """
+    """Problems, a line each: settings below their least, {name: value}, or NaN; None passes."""
     found = []
     for name, bound in least.items():
         value = getattr(cfg, name)
@@ -274,9 +267,7 @@ def too_small(cfg, least):
 
 
 def without_folder(cfg, names):
-    """Problems, a line each: of the settings `names`,
-    files to be written for which there is no folder.
-    """
+    """Problems, a line each: files to be written, of the settings `names`, that have no folder."""
     found = []
     for name in names:
         path = getattr(cfg, name)
@@ -292,9 +283,7 @@ def changed(cfg):
 
 
 def without_effect(cfg, names, why):
-    """Problems, at most one: those settings in `names` that were changed,
-    and why they do nothing.
-    """
+    """Problems, at most one: the changed settings in `names`, and why they do nothing."""
     words = [f"{name}={value}" for name, value in changed(cfg).items() if name in names]
     return [f"{' and '.join(words)} {why}"] if words else []
 
@@ -303,9 +292,7 @@ def without_effect(cfg, names, why):
 
 
 def describe(cls, doc="", width=80):
-    """The --help text: `doc`, then the settings by section,
-    those of a class before those of its bases.
-    """
+    """The --help text: `doc`, then settings by section, a class's own before those of its bases."""
     rows = [fill(doc, width)]
     hints = typing.get_type_hints(cls)
     shown = set()
@@ -335,9 +322,7 @@ def columns():
 
 
 def fill(doc, width):
-    """A docstring in lines of `width`: paragraphs are filled,
-    long commands go on after a backslash.
-    """
+    """A docstring with paragraphs filled to `width`; long commands go on after a backslash."""
     found = []
     for block in re.split(r"\n\n", inspect.cleandoc(doc)):
         if not block.startswith(" "):

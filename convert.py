@@ -89,11 +89,9 @@ def export(cfg):
 
 
 def compare(folder, tensors, shape, dtype):
-    """Compares an export's logits with the checkpoint's on a row of random ids, in float32 ->
-    words.
+    """Compares logits of an export and its checkpoint, in float32 on a row of random ids -> words.
 
-    Raises UserError if they differ by more than 1e-3 of their standard deviation, from bfloat16 by
-    1e-2.
+    Raises UserError if they differ by over 1e-3 of their standard deviation, from bfloat16 by 1e-2.
     """
     import torch
 
@@ -117,7 +115,7 @@ def compare(folder, tensors, shape, dtype):
             p.copy_(p.to(getattr(torch, dtype)))  # rounded as the export is
         expected = own.logits(ids)
         error = ((theirs(ids).logits - expected).std() / expected.std()).item()
-    # embed_norm is folded in before it is rounded
+    # more in bfloat16: embed_norm is folded in before the weights are rounded
     if not error < (1e-3 if dtype == "float32" else 1e-2):
         why = "does model.py compute something else than that class?"
         raise UserError(
@@ -127,9 +125,7 @@ def compare(folder, tensors, shape, dtype):
 
 
 def merge(cfg):
-    """A checkpoint that many ranks wrote, or the mean of a run's last
-    ones -> one file for each group.
-    """
+    """A checkpoint of many ranks, or the mean of a run's last ones -> one file for each group."""
     from run import checkpoint, checkpoint_folders, reshard
 
     folder = checkpoint_folders.find(cfg.checkpoint)

@@ -4,7 +4,7 @@
     python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10  # FineWeb, GPT-2's tokens
     python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # chat.py
+    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # dialogues
 
 A killed run goes on when it is started again.
 """
@@ -111,10 +111,9 @@ def main(cfg):
 
 
 def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
-    """{label: words of train.py}: a recipe for so many training tokens on this device, and on a
-    GPU.
+    """{label: words of train.py}: a recipe for so many tokens on this device, and on a GPU.
 
-    held_out: tokens of validation, of dialogues those with loss.
+    tokens: of training. held_out: of validation, of dialogues those with loss.
     """
     folders = dict(data_dir=str(out), out_dir=f"out/{out.name}")
     if cfg.is_chat:
@@ -138,21 +137,15 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
         given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
-        if (
-            name == small
-            and not gpu
-            and vocab_size > LARGE_VOCABULARY
-            and held_out > CPU_EVAL_TOKENS
-        ):
+        on_cpu = name == small and not gpu
+        if on_cpu and vocab_size > LARGE_VOCABULARY and held_out > CPU_EVAL_TOKENS:
             given["eval_tokens"] = min(recipe.eval_tokens, CPU_EVAL_TOKENS)
         found[where] = [f"config/{name}.py", *changes(recipe, given)]
     return found
 
 
 def fitted(recipe, tokens, held_out):
-    """{setting: value} with which so many tokens suffice for the rows, batches,
-    steps and evaluations.
-    """
+    """{setting: value} with which so many tokens suffice for rows, batches, steps, evaluations."""
     block_size = recipe.block_size
     while block_size >= tokens and block_size > 1:  # a row is one token longer
         block_size //= 2
@@ -213,9 +206,7 @@ def check(cfg):
 
 
 def settings(cfg, source, tokenizer, dialogues):
-    """The settings that decide the shards' bytes;
-    a folder that was begun with other values is refused.
-    """
+    """The settings that decide the shards' bytes; a folder begun with other values is refused."""
     files = source.files
     if cfg.val_tokens and alone(files):
         raise UserError(
@@ -281,10 +272,9 @@ class Source:
             self.short = "text"
 
     def documents(self, first=0, tell=print):
-        """Yields lists of texts, messages or pairs, from document number `first` on; tell() gets
-        warnings.
+        """Yields lists of texts, messages or pairs, from document number `first` on.
 
-        Bad documents that are left out are None.
+        Bad documents that are left out are None. tell() gets warnings.
         """
         cfg = self.cfg
         with told(f"dataset={cfg.dataset} cannot be read", DataError, again=self.files is None):
@@ -322,9 +312,7 @@ class Source:
         return [part for part in (text[cut:], text[:cut]) if part]
 
     def _open(self):
-        """A dataset; the copy of local files in the cache of `datasets`
-        serves until one of them changes.
-        """
+        """A dataset; the copy of local files in datasets' cache serves until one is changed."""
         import datasets  # takes a second to import
 
         cfg = self.cfg

@@ -30,7 +30,7 @@ from system.files import misfits, text, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 CACHE = Path.home() / ".cache" / "hellaswag"
-# CPU: a row takes a third longer with 4,096 (GPT-2 124M)
+# on a CPU a row takes a third longer with 4,096 (GPT-2 124M)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
 WORDS = lambda v: text(v) and v.strip() != ""
 FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
@@ -104,9 +104,7 @@ def load(path=None):
 
 
 def parse(data, where):
-    """[{"ctx", "endings", "label"}] of a file's bytes;
-    only a newline ends a line, U+2028 does not.
-    """
+    """[{"ctx", "endings", "label"}] of a file's bytes; only a newline ends a line, not U+2028."""
     examples = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -145,11 +143,12 @@ def download(folder=CACHE, url=URL):
 
 
 def easy(examples):
-    """The examples with right endings of others for the wrong ones,
-    of the nearest lengths in characters.
+    """The examples with right endings of others, of the nearest lengths, for the wrong ones.
+
+    Lengths are in characters.
     """
     right = [example["endings"][example["label"]] for example in examples]
-    # neighbours in the file are related
+    # shuffled, since neighbours in the file are related
     shuffled = np.random.default_rng(0).permutation(len(right)).tolist()
     order = sorted(shuffled, key=lambda i: len(right[i]))
     found = list(examples)
@@ -174,7 +173,7 @@ class Prepared(NamedTuple):
     starts: np.ndarray  # where the ending of each row begins
     labels: np.ndarray = None  # the right one of each example's four rows
     truncated: int = 0  # rows that lost the left of their context
-    # rows with a token across the join of context and ending, which then begins the ending
+    # spanned: rows with a token across the join of context and ending, which then begins the ending
     spanned: int = 0
 
 
@@ -210,9 +209,7 @@ def prepare(examples, tokenizer, block_size):
 
 
 def batches(prepared, batch_tokens, block_size):
-    """Yields (row numbers, B, T) of each forward, longest first;
-    T in steps of 32, for few shapes.
-    """
+    """Yields (row numbers, B, T) of forwards, longest first; T in steps of 32, for few shapes."""
     by_width = {}
     for number, row in enumerate(prepared.rows):
         T = min(block_size, -(-(len(row) - 1) // 32) * 32)
@@ -233,8 +230,9 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
 
 def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
-    """Float64 (rows, n), on every rank, of measure((B, T) ids,
-    targets, -100 before endings) -> (B, n).
+    """Float64 (rows, n), on every rank, of measure(ids, targets) -> (B, n).
+
+    ids and targets are (B, T); targets are -100 before endings.
     """
     import torch
 
@@ -279,9 +277,7 @@ def ending_tokens(prepared):
 
 
 def shown(number, example, prepared, sums):
-    """Lines for a person: an example with the loss of each ending,
-    the right one and the chosen ones.
-    """
+    """Lines for a person: an example, its endings' losses, which is right and which are chosen."""
     rows = slice(4 * number, 4 * number + 4)
     own = sums[rows]
     means = own / ending_tokens(prepared)[rows]

@@ -122,8 +122,9 @@ def draw(runs, x, y, panels=True):
 
 
 def draw_losses(part, runs, x, y, panels):
-    """Training and validation loss; of several runs the end once more;
-    names and last losses at the right.
+    """Training and validation loss; of several runs the end once more.
+
+    Names and last losses stand at the right.
     """
     kinds = [kind for kind in LOOKS if any(len(run.series(kind, y)[0]) for run in runs)]
     loss = Panel(
@@ -187,8 +188,9 @@ def draw_curves(axes, runs, x, panel, faint=1, at_end=False):
 
 
 def draw_training(axes, run, at, values, alpha, noise):
-    """A running mean, of at most some 2,000 points,
-    with the values themselves as noise; returns it.
+    """Draws a running mean, of at most some 2,000 points, and returns it.
+
+    noise: the values themselves are drawn too, faintly.
     """
     few = slice(None, None, max(1, len(values) // 2000))
     mean = smooth(values)
@@ -232,23 +234,21 @@ def fit(axes, shown):
 
 
 def label_ends(axes, runs, x, y):
-    """The last loss and the name of each run, right of the panel, in its colour,
-    with a line to its end.
-    """
+    """Right of the panel each run's last loss and name, in its colour, with a line to its end."""
     ends = [run.end(y) for run in runs]
     low, high = axes.get_ylim()
     heights = np.clip([(loss - low) / (high - low) for _, loss in ends], 0, 1)
-    # points; a panel has some 220
+    # in points; a panel is some 220 high
     size = min(matplotlib.rcParams["font.size"] + 1, 200 / len(runs))
     places = spread(heights, 1.35 * size / 220)
     for run, (step, loss), height, place in zip(runs, ends, heights, places):
         words = f"{loss:.3f}"
         error = run.at_last_validation("stderr" if y == "loss" else "bpb_stderr")
-        # of a difference between runs, on the same text, it is far less
+        # one run alone: of a difference between runs, on the same text, the error is far less
         if error and len(runs) == 1:
             words += f" ±{error:.3f}"
         line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
-        # from the left edge; points left free
+        # the line begins at the text's left edge; shrink: points left free at its ends
         line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
         axes.annotate(
             f"{words}  {run.name[-40:]}",
@@ -264,8 +264,7 @@ def label_ends(axes, runs, x, y):
 
 
 def spread(places, gap):
-    """The places, each moved as little as possible (least squares) until they are `gap` apart, in
-    order.
+    """The places, moved as little as possible (least squares) to be `gap` apart, in order.
 
     Isotonic regression by its min-max formula: Barlow and others 1972, Statistical Inference under
     Order Restrictions.
@@ -283,9 +282,7 @@ def spread(places, gap):
 
 
 def choose_panels(runs):
-    """[Panel] of what the logs hold: of two points at least, of HellaSwag three,
-    since two show noise.
-    """
+    """[Panel] of what the logs hold in at least two points; HellaSwag: three, as two show noise."""
 
     def points(panel):
         return max(len(run.series(panel.kinds[0], panel.key)[0]) for run in runs)

@@ -5,8 +5,7 @@
     torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/a --n_samples=32
     python sample.py --pretrained=FOLDER --chat  # a conversation: a line, a reply
 
-Prints the text as it is generated, and at the end tokens a second. The sampling is in
-run/sampling.py.
+Prints the text as it is generated, then tokens a second. The sampling is in run/sampling.py.
 """
 
 import contextlib

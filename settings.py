@@ -1,8 +1,7 @@
-"""The settings of a model, of a run and of scripts that load a trained model; their checks. Needs
-no torch.
+"""The settings of a model, of a run and of scripts that load a trained model, and their checks.
 
-Each setting's comment is its line in `python train.py --help`; one on a line of its own begins a
-section.
+Needs no torch. Each setting's comment is its line in `python train.py --help`; one on a line of
+its own begins a section.
 """
 
 import itertools
@@ -72,19 +71,15 @@ class GPTConfig:
 
     @property
     def mlp_width(self):
-        """Output width of the MLP's first matmul,
-        in which SwiGLU's gate and up projections are one.
-        """
+        """Output width of the MLP's first matmul; SwiGLU's gate and up projections are one."""
         return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
 
     @property
     def value_layers(self):
         """Numbers of the blocks with a table of value embeddings, the last block first."""
-        return (
-            range(self.n_layer - 1, -1, -self.value_embeddings)
-            if self.value_embeddings
-            else range(0)
-        )
+        if not self.value_embeddings:
+            return range(0)
+        return range(self.n_layer - 1, -1, -self.value_embeddings)
 
     @property
     def gate_channels(self):
@@ -101,8 +96,9 @@ class GPTConfig:
 
     @property
     def block_matmuls(self):
-        """(output width, input width) of a block's matmuls: q, k and v; attention's output;
-        the MLP's two.
+        """(output width, input width) of a block's matmuls.
+
+        They are q, k and v; attention's output; the MLP's two.
         """
         C = self.n_embd
         return [
@@ -141,10 +137,8 @@ class GPTConfig:
         return found
 
     def differences(self, now, free=()):
-        """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results,
-        except those in `free`.
-        """
-        # of None
+        """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, `free` apart."""
+        # the property that says what None of a field means
         meaning = {"n_kv_head": "kv_heads", "n_hidden": "hidden", "head_dim": "head_size"}
         found = []
         for field in fields(GPTConfig):
@@ -232,7 +226,7 @@ class Config(GPTConfig):
 
     command_line = None  # as it was typed after train.py; None: made in code
 
-    # nanoGPT's
+    # nanoGPT's names, and what is meant here
     others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}
     others_names |= {
         "gradient_accumulation_steps": "batch_tokens, which is in tokens",
@@ -260,9 +254,7 @@ class Config(GPTConfig):
 
     @property
     def stages(self):
-        """[(tokens in a step, share of the run up to which)] of batch_schedule,
-        then of batch_tokens.
-        """
+        """[(tokens in a step, share of the run up to which)]: batch_schedule, then batch_tokens."""
         stages = []
         if self.batch_schedule is not None:
             for stage in self.batch_schedule.split(","):
@@ -300,7 +292,8 @@ def not_below_1(cfg, names):
 
 
 def check(cfg, ranks=None):
-    """Raises one UserError that lists every setting out of range or in conflict;
+    """Raises one UserError that lists every setting out of range or in conflict.
+
     ranks: None: torchrun's.
     """
     if ranks is None:
@@ -504,8 +497,9 @@ def is_among(value, values):
 
 
 def shape_conflicts(cfg, ranks):
-    """Conflicts with the shape of the model or the batch, one line each;
-    checked when all else is right.
+    """Conflicts with the shape of the model or the batch, one line each.
+
+    They are checked when all else is right.
     """
     N = cfg.context_parallel
     D = cfg.head_size

@@ -53,8 +53,9 @@ def main(cfg):
 
 
 def measure(cfg, words, T=None):
-    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model;
-    T: None: its own.
+    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model.
+
+    T: None: the model's own.
     """
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader

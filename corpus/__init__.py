@@ -4,8 +4,8 @@ import contextlib
 
 from system.errors import UserError
 
-# What a folder may hold in place of a tokenizer.json, which each class of transformers makes of it
-# in its way
+# What a folder may hold in place of a tokenizer.json.
+# Each tokenizer class of transformers makes a tokenizer.json of such files in its own way.
 VOCABULARIES = (
     "vocab.json merges.txt vocab.txt tokenizer.model spiece.model tiktoken.model tekken.json"
 ).split()
@@ -20,16 +20,15 @@ class DataError(UserError):
 
 @contextlib.contextmanager
 def told(what, kind=UserError, advice="", again=False):
-    """Turns what a library raises, a panic of Rust's included, into `kind`: "<what>:
-    <error><advice>".
+    """Turns what a library raises, a Rust panic too, into `kind`: "<what>: <error><advice>".
 
-    again: advise to run the same command again, unless the error lies in what was read and would
-    come again.
+    again: advise to run the same command again,
+    unless the error lies in what was read and would come again.
     """
     try:
         yield
     except BaseException as error:
-        # no Exception; its class cannot be imported
+        # a panic is no Exception, and its class cannot be imported
         panic = type(error).__name__ == "PanicException"
         error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
         if isinstance(error, UserError):

@@ -1,6 +1,4 @@
-"""Chat templates: dialogues, or prompts with completions,
-as tokens of which answers alone carry loss.
-"""
+"""Chat templates: dialogues, or prompts with completions, as tokens; answers alone carry loss."""
 
 import datetime
 import functools
@@ -24,7 +22,7 @@ from corpus.tokenizer import (
 )
 from system.errors import UserError
 
-# around an answer while a template is rendered; Unicode has them for such uses
+# They enclose an answer while a template is rendered; Unicode has them for such uses.
 MARKS = "\ufdd0\ufdd1"
 
 
@@ -41,9 +39,7 @@ def stop_ids(folder, tokenizer):
 
 
 def eos_id(folder, tokenizer):
-    """The id of the eos_token of a folder's files;
-    None without one, or if the tokenizer lacks it.
-    """
+    """The id of the eos_token of a folder's files; None if they or the tokenizer lack it."""
     ids = tokenizer.encode_special(special_tokens(folder).get("eos_token", ""))
     return ids[0] if len(ids) == 1 else None
 
@@ -84,8 +80,9 @@ def strftime_now(form):
 
 
 class Template:
-    """A folder's chat template, as the model was trained to read conversations;
-    text: None if it has none.
+    """A folder's chat template, as the model was trained to read conversations.
+
+    text: None if the folder has none.
     """
 
     def __init__(self, folder, tokenizer):
@@ -116,10 +113,10 @@ class Template:
         return ids
 
     def render(self, messages, reply=False):
-        """(text of a conversation, perhaps with the beginning of a reply; its parts in {%
-        generation %}).
+        """(text of a conversation, parts of it); with `reply` the text ends where a reply begins.
 
-        A part is the places of its first character and of the one after its last. Raises UserError.
+        A part is what stands in {% generation %}: the places of its first character and of the one
+        after its last. Raises UserError.
         """
         if self.text is None:
             name = self.folder or self.tokenizer.name
@@ -127,7 +124,7 @@ class Template:
                 f"{name} has no chat template; give a folder with one, --tokenizer=FOLDER"
             )
         values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
-        # it computes: any error can come of it
+        # a template computes, so that any error can come of it
         with told(f"{self.folder}: its chat template fails"):
             if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
@@ -138,9 +135,7 @@ class Template:
 
 
 class Dialogues:
-    """Dialogues and pairs to tokens, with the chat template of a
-    tokenizer's folder if there is one.
-    """
+    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if any."""
 
     def __init__(self, tokenizer):
         folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
@@ -153,9 +148,7 @@ class Dialogues:
         self.digest = hashlib.sha256(parts.encode()).hexdigest()
 
     def rows(self, documents):
-        """Yields an array of (token, loss) for each list of messages or pair;
-        it is empty without answers.
-        """
+        """Yields an array of (token, loss) for each dialogue or pair, empty without answers."""
         for document in documents:
             if document in (None, (None, None)):
                 yield self._row([])
@@ -171,8 +164,9 @@ class Dialogues:
         return row
 
     def _pair(self, prompt, completion):
-        """Separator, prompt, completion and eos;
-        where that is the separator, the next document's serves.
+        """Separator, prompt, completion and eos.
+
+        Where eos is the separator, that of the next document serves.
         """
         if self.template.text is not None:
             question = dict(role="user", content=prompt)
@@ -198,7 +192,7 @@ class Dialogues:
             isinstance(m, dict) and m.get("role") for m in messages
         ):
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-        # datasets adds None
+        # the package datasets adds None for a key that a message lacks
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
@@ -223,9 +217,7 @@ class Dialogues:
         return row
 
     def _answer(self, messages, i, text):
-        """The places in the whole text where answer i begins, after
-        the generation prompt, and ends.
-        """
+        """Where answer i, after the generation prompt, begins and ends in the whole text."""
         before, _ = self.template.render(messages[:i], reply=True)
         after, _ = self.template.render(messages[: i + 1])
         if not (text.startswith(after) and after.startswith(before)):

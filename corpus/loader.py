@@ -1,7 +1,7 @@
 """Batches of rows from shards of tokens, in an order that the seed and a row's number alone decide.
 
-row of the run -> folder of the mixture -> epoch and row in it -> first token -> T + 1 tokens -> (x,
-y)
+row of the run -> folder of the mixture -> epoch and row in it -> first token -> T + 1 tokens
+-> (x, y)
 """
 
 import array
@@ -22,9 +22,7 @@ from system import files
 
 
 def prefetched(items, depth):
-    """Yields `items`, which a thread makes at most `depth` ahead;
-    its exceptions are raised here.
-    """
+    """Yields `items`, which a thread makes at most `depth` ahead; raises its exceptions here."""
     items = iter(items)
     end = object()
     pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -66,8 +64,9 @@ class Rows:
         return np.random.default_rng((seed, epoch)).permutation(self.per_epoch)
 
     def read(self, row):
-        """(ids, whether each carries loss, None:
-        all do), (T + 1,), of a row from the start of training.
+        """(ids, whether each carries loss), each (T + 1,), of a row from the start of training.
+
+        None in place of the second: all do.
         """
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
@@ -78,8 +77,9 @@ class Rows:
 
 
 def aligned_starts(documents, tokens, T):
-    """Row starts of an epoch: after p the last of `documents`, sorted positions, in
-    (p, p+T], else p+T.
+    """The first tokens of an epoch's rows, which begin at documents where possible.
+
+    After p comes the last of `documents`, sorted positions, in (p, p+T], else p+T.
     """
     edges = [0, *documents.tolist(), tokens]
     starts = array.array("q")
@@ -93,8 +93,7 @@ def aligned_starts(documents, tokens, T):
 
 @dataclass(eq=False)
 class TokenLoader:
-    """Batches for one rank from a split of one folder, or of several in a mixture
-    (corpus/mixture.py).
+    """Batches for one rank from a split of one folder, or of a mixture (corpus/mixture.py).
 
     All ranks share one order of rows: micro-step k takes world*B rows from row k*world*B on, and
     rank r of them the B rows from r*B on, so that a global batch holds the same rows for every B
@@ -163,9 +162,7 @@ class TokenLoader:
                 )
 
     def next(self):
-        """(x, y), each int64 (B, T) on the device, y one token later than x;
-        -100 in y has no loss.
-        """
+        """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)
         self.rows += self.world * self.B
         return self._to_device(batch)
@@ -180,7 +177,7 @@ class TokenLoader:
 
     def _batches(self, row):
         """Yields this rank's batches from a row of the run on."""
-        # a thread starts on GPU 0; pinning would allocate a context there
+        # this thread starts on GPU 0, where pinning would allocate a context
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         for first in itertools.count(row + self.rank * self.B, self.world * self.B):
@@ -215,16 +212,16 @@ class TokenLoader:
         return min(tokens, self.tokens - 1) // self.T
 
     def eval_batches(self, tokens):
-        """Yields this rank's (x, y) of rows 0 to tokens//T - 1;
-        y is -100 in rows that fill a batch up.
+        """Yields this rank's (x, y) of rows 0 to tokens//T - 1.
+
+        Rows that fill up the last batch have y = -100.
         """
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
         if not any(self._has_loss(row) for row in range(rows)):
             raise DataError(
                 f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with "
-                "loss; "
-                "raise --eval_tokens"
+                "loss; raise --eval_tokens"
             )
         for global_batch in range(0, rows, self.world * self.B):
             first = global_batch + self.rank * self.B
@@ -241,9 +238,7 @@ class TokenLoader:
         return has_loss is None or has_loss.any()
 
     def documents(self, rows):
-        """(rows,): the number of the document in which each row begins;
-        if eot is unknown, of the row.
-        """
+        """(rows,): number of the document in which a row begins; if eot is unknown, of the row."""
         if self.eot is None:
             return np.arange(rows)
         ids, _ = self.folders[0].shards.read(0, rows * self.T)
@@ -264,9 +259,7 @@ class TokenLoader:
         return found + [("warning", words) for words in self.warnings]
 
     def state_dict(self):
-        """The position of a run, which goes on after `rows`,
-        and what tells other data from this.
-        """
+        """A run's position, after `rows` rows, and what tells other data from this."""
         state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
         state["block_size"] = self.T
         if self.validation:

@@ -1,6 +1,4 @@
-"""A mixture of folders of shards, data/a:0.7,data/b:0.3:
-its weights, and the folder of each row of a run.
-"""
+"""A mixture of folders of shards, data/a:0.7,data/b:0.3: weights, and the folder of each row."""
 
 import math
 import os
@@ -36,8 +34,7 @@ def folders(data_dir):
 
 
 def turns(shares):
-    """(folder, number of its rows before) for each of the first sum(shares) rows; then the order
-    repeats.
+    """(folder, its rows before) for each of the first sum(shares) rows; then the order repeats.
 
     Among the first n rows a folder has its share of n, rounded up or down, since of the folders
     that may come the most urgent one comes first (Liu and Layland, https://doi.org/10.1145/321738.321743).

@@ -1,5 +1,4 @@
-"""Reorders documents for fineweb.py --pack, so that few of them cross a multiple of block_size
-tokens.
+"""Reorders documents for fineweb.py --pack, so that few cross a multiple of block_size tokens.
 
 Best fit as in https://arxiv.org/abs/2404.10830, but within blocks and without padding: a document
 that is cut at the end of a group of `size` tokens goes on in the next group.
@@ -36,7 +35,8 @@ def blocks(documents):
 
 
 def order(lengths, size, room):
-    """Yields the indices of documents of these lengths in packed order;
+    """Yields the indices of documents of these lengths in packed order.
+
     room: tokens left in the group.
     """
     waiting = dict(enumerate(lengths))

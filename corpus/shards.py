@@ -1,8 +1,8 @@
 """Shards of tokens as fineweb.py writes them: found, verified, and read as one circle of tokens.
 
 The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before
-each document. nanoGPT's headerless train.bin and val.bin and build-nanogpt's .npy shards are read
-too.
+each document. Also read are nanoGPT's headerless train.bin and val.bin,
+and build-nanogpt's .npy shards.
 """
 
 import bisect
@@ -80,8 +80,9 @@ def read_token_bytes(folder):
 
 
 def read_header(path):
-    """(tokens, their dtype, bytes before them) of a .bin file;
-    None tokens: all, since it has no header.
+    """(number of tokens, their dtype, bytes before them) of a .bin file.
+
+    The number is None, which means all, if the file has no header.
     """
     size = os.path.getsize(path)
     magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
@@ -101,9 +102,7 @@ def read_header(path):
 
 
 def open_shard(path):
-    """The tokens of a shard, or of nanoGPT's headerless train.bin or val.bin,
-    as a read-only memory map.
-    """
+    """The tokens of a shard, or of nanoGPT's train.bin or val.bin, as a read-only memory map."""
     with told(
         f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"
     ):
@@ -112,21 +111,15 @@ def open_shard(path):
             return np.memmap(path, dtype, "r", offset, count)
         tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
         extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
-        if (
-            tokens.ndim != 1
-            or tokens.dtype not in (np.uint16, np.uint32)
-            or not len(tokens)
-            or extra
-        ):
+        known = tokens.dtype in (np.uint16, np.uint32)
+        if tokens.ndim != 1 or not known or not len(tokens) or extra:
             found = f"{tokens.dtype} {tokens.shape} and {extra} bytes more"
             raise damaged(path, found, "uint16 or uint32 tokens")
         return tokens
 
 
 def mask_path(path):
-    """The file beside a shard that marks tokens with loss:
-    a bit a token, the lowest of a byte first.
-    """
+    """The file beside a shard that marks tokens with loss: a bit a token, a byte's lowest first."""
     return Path(path).with_suffix(".mask")
 
 
@@ -140,17 +133,13 @@ def open_mask(path, tokens):
 
 
 def split_of(name):
-    """train or val: the last word, but for the number, in a shard's file name;
-    None if it is neither.
-    """
+    """train or val: the last word but for the number in a shard's file name; None if neither."""
     found = re.search(r"_(train|val)(?:_[^_]*)?\.(?:bin|npy)$", name)
     return found and found[1]
 
 
 def find_shards(folder, split):
-    """Sorted paths of a split: the shards that a manifest lists, or any, or nanoGPT's;
-    or a DataError.
-    """
+    """Sorted paths of a split: the manifest's shards, or any, or nanoGPT's. Raises DataError."""
     nanogpt = f"{split}.bin"
     names = sorted(glob.glob(f"*{split}*", root_dir=folder))
     names = [name for name in names if split_of(name) == split or name == nanogpt]
@@ -160,11 +149,9 @@ def find_shards(folder, split):
     if listed is not None:
         expected = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
         for name in sorted(expected ^ {*names}):
-            wrong = (
-                "is missing; bring it back"
-                if name in expected
-                else "is not one of them; move it away"
-            )
+            wrong = "is not one of them; move it away"
+            if name in expected:
+                wrong = "is missing; bring it back"
             raise DataError(f"{folder}/manifest.json lists the shards, and {name} {wrong}")
     paths = [Path(folder, name) for name in names]
     for path in paths:
@@ -175,20 +162,19 @@ def find_shards(folder, split):
     if paths:
         return paths
     if not os.path.isdir(folder):
-        here = (
-            "; ./quickstart.sh makes this one" if os.path.basename(folder) == "quickstart" else ""
-        )
+        here = ""
+        if os.path.basename(folder) == "quickstart":
+            here = "; ./quickstart.sh makes this one"
         raise DataError(f"no such folder: {folder}; {MAKE_DATA}{here}")
     hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
     raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}")
 
 
 def fingerprint(folders, split):
-    """A digest of the content of a split of folders, behind the number of its version. Raises
-    DataError.
+    """A digest of the content of a split of folders, behind the number of its version.
 
     It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see
-    `verify`.
+    `verify`. Raises DataError.
     """
     lines = []
     for folder in folders:
@@ -208,9 +194,7 @@ def fingerprint(folders, split):
 
 
 def sampled_digest(path):
-    """SHA-256 of a file's length and of BLOCKS blocks spread over it;
-    of a small file of all its bytes.
-    """
+    """SHA-256 of a file's length and BLOCKS blocks spread over it, or all bytes of a small file."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(f"{size} ".encode())
@@ -250,8 +234,7 @@ def verify_file(path, sha256):
 
 
 class Shards:
-    """The shards of a folder's split as one circle of `tokens` tokens, and what the manifest says
-    of them.
+    """The shards of a folder's split as one circle of `tokens` tokens, and what its manifest says.
 
     vocab_size: the model's; None: ids are not compared with it. Raises DataError.
     """
@@ -289,8 +272,7 @@ class Shards:
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
     def read(self, position, count):
-        """(ids, whether each carries loss as a target) of `count` tokens from `position` on, as
-        arrays.
+        """Arrays (ids, whether each has loss as a target) of `count` tokens from `position` on.
 
         None in place of the second: all do.
         """
@@ -321,9 +303,7 @@ class Shards:
 
 
 def tokenizer_of(folder, manifest):
-    """The tokenizer that a manifest names, or the folder's own file where that is gone,
-    as after a move.
-    """
+    """The manifest's tokenizer, or the folder's own file where that is gone, as after a move."""
     name = manifest.get("tokenizer")
     own = Path(folder, "tokenizer.json")
     if own.is_file() and not (name and (built_in(name) or Path(name).exists())):
@@ -332,9 +312,7 @@ def tokenizer_of(folder, manifest):
 
 
 def same_tokenizer(one, other):
-    """Whether the ids of two Shards mean the same,
-    by the bytes of each id where these are known.
-    """
+    """Whether the ids of two Shards mean the same, by each id's bytes where these are known."""
     if one.eot != other.eot:
         return False
     if one.token_bytes is None or other.token_bytes is None:

@@ -1,6 +1,4 @@
-"""Texts in local files for fineweb.py:
-which kinds of files are read, and how (the table in docs/data.md).
-"""
+"""Local texts for fineweb.py: which kinds of files are read, and how (a table in docs/data.md)."""
 
 import bz2
 import codecs
@@ -22,23 +20,20 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
 SUFFIXES = (
     ".txt .text .md .markdown .rst .org .tex .htm .html .xml .yaml .yml .toml .ini .log .css .sql "
-    ".sh"
-    " .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php .pl "
-    ".pm"
-    " .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
+    ".sh .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php "
+    ".pl .pm .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
 ).split()
 TEXTS = ("", *SUFFIXES)  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
 # how a file begins that Git LFS has not fetched
 POINTER = b"version https://git-lfs.github.com/spec/"
+BEFORE_JSON = codecs.BOM_UTF8 + b" \t\r\n"  # bytes that may precede a list
 # a field beside the text: what its reading changed or left out, or None
 WARNING = "warning of fineweb.py"
 
 
 def kind(path):
-    """(suffix that says what a file holds, suffix of its compression), lower case;
-    "" where there is none.
-    """
+    """(suffix that says what a file holds, suffix of its compression), lower case; "" if none."""
     inner, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(inner)[1], last) if last in COMPRESSED else (last, "")
 
@@ -49,15 +44,13 @@ def alone(files):
 
 
 def local_files(dataset):
-    """The paths that `dataset` names, None for one of the hub; of a folder those of the kinds in
-    FOLDERS.
+    """The paths of the files that `dataset` names; None for a dataset of the hub.
 
-    What exists is that path, whatever its characters; else commas part paths, and each may be a
-    glob.
+    Of a folder they are those of the kinds in FOLDERS. What exists is that path, whatever its
+    characters; else commas part paths, and each may be a glob.
     """
-    on_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset) and not os.path.exists(
-        dataset
-    )
+    like_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset)
+    on_hub = like_hub and not os.path.exists(dataset)
     if on_hub and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
         return None
     files = []
@@ -92,11 +85,12 @@ def what_is_left_out(left_out):
 
 
 def files_in(folder, left_out):
-    """The sorted files of a folder and those below it, none hidden, each once;
-    counts links out of it.
+    """The files of a folder and those below it, sorted, none hidden, each once.
+
+    left_out: counts links that lead out of the folder.
     """
     paths = []
-    # which follows no link to a folder: there may be a circle
+    # os.walk follows no link to a folder, as there may be a circle
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [
@@ -121,28 +115,23 @@ def readable(path):
     if suffix not in (*RECORDS, *TEXTS):
         raise UserError(
             f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a "
-            "table as "
-            f".jsonl, rename another text; known: {' '.join([*RECORDS, *SUFFIXES])}, each perhaps "
-            "with "
-            f"{' '.join(COMPRESSED)}"
+            "table as .jsonl, rename another text; known: "
+            f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
         )
     return path
 
 
 def contents(files):
-    """SHA-256 of the contents of all files: it tells a file that was edited in place;
-    a second for a GB.
-    """
+    """SHA-256 of all files' contents, which tells one edited in place; takes a second for a GB."""
     with told("dataset cannot be read", DataError):
         return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
 
 
 def local_documents(paths, keys, skip_bad):
-    """Yields {field: text, or JSON of messages} and a WARNING; the first bad document raises
-    DataError.
+    """Yields {field: text, or JSON of messages, WARNING: ...} of each document.
 
-    With skip_bad a file's bad documents are one row without text, so that a cached copy tells of
-    them too.
+    The first bad one raises DataError. With skip_bad a file's bad documents are one row without
+    text, so that a cached copy tells of them too.
     """
     empty = dict.fromkeys((*keys, WARNING))
     read = 0
@@ -174,9 +163,7 @@ def shown(words):
 
 
 class Zstd(io.RawIOBase):
-    """The bytes of a .zst file, of one frame or several,
-    and of any window that `zstd --long=31` makes.
-    """
+    """The bytes of a .zst file of one frame or several, of any window of `zstd --long=31`."""
 
     def __init__(self, file):
         self.chunks = zstd_chunks(file)
@@ -198,9 +185,7 @@ class Zstd(io.RawIOBase):
 
 
 def zstd_chunks(file):
-    """Yields decompressed parts of a file;
-    EOFError for one that is cut, which zstandard does not tell.
-    """
+    """Yields decompressed parts of a file; EOFError if it is cut, which zstandard does not tell."""
     import zstandard  # where no such file is read it need not be installed
 
     frame = None
@@ -231,8 +216,9 @@ def opened(path):
 
 
 def records(path, keys):
-    """Yields a file's documents: {field: value}, a line of JSON as bytes,
-    or a row of parquet as a batch.
+    """Yields the documents of a file.
+
+    Each is {field: value}, a line of JSON as bytes, or a row of parquet as a batch.
     """
     import pyarrow.parquet
 
@@ -245,9 +231,7 @@ def records(path, keys):
                 yield from (batch.slice(i, 1) for i in range(len(batch)))
         elif suffix not in RECORDS:
             yield from plain_text(path, file, keys)
-        elif suffix == ".json" and file.peek(99).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(
-            b"["
-        ):
+        elif suffix == ".json" and file.peek(99).lstrip(BEFORE_JSON).startswith(b"["):
             yield from json.loads(file.read().decode("utf-8-sig"))
         else:
             yield from iter(file.readline, b"")
@@ -276,9 +260,7 @@ def plain_text(path, file, keys):
 
 
 def begins_with_record(data, keys):
-    """Whether the first line of `data` is an object of JSON that has the fields `keys`,
-    or a list of such.
-    """
+    """Whether the first line of `data` is a JSON object with fields `keys`, or a list of such."""
     try:
         first = json.loads(data[: data.find(b"\n") + 1 or None])
     except (ValueError, RecursionError):

@@ -1,8 +1,6 @@
-"""Text to token ids and back: a tiktoken encoding, Llama 3's tokenizer.model, a tokenizer.json, or
-bytes.
+"""Text to token ids and back: tiktoken's, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
 
-"<|endoftext|>" in a document is encoded as characters: `encode_special` alone parses special
-tokens.
+"<|endoftext|>" in a document is plain text: `encode_special` alone parses special tokens.
 """
 
 import base64
@@ -24,8 +22,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How encodings split a text, as a tokenizer.json has it; "": by GPT-2's rule, which is ByteLevel's
-# own
+# How encodings split a text, for a tokenizer.json; "": by GPT-2's rule, which is ByteLevel's own
 RULES = {"gpt2": "", "r50k_base": "", "cl100k_base": LLAMA3_PATTERN}
 BESIDE = (
     "tokenizer_config.json",
@@ -37,8 +34,7 @@ BESIDE = (
 # training, unless its files have another one begin a text, as <s> does in Llama 2.
 SEPARATORS = "<|begin_of_text|> <|end_of_text|> <|endoftext|> <s> </s> <bos> <eos> [EOS]".split()
 HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
-# GPT-2's files write a printable byte as its own character, and the others as characters from
-# U+0100 on.
+# GPT-2's files write a printable byte as its own character, others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
 PROBE = (
@@ -48,10 +44,10 @@ PROBE = (
 
 
 class Tokenizer:
-    """An interface of all tokenizers. eot: the id that precedes each document. ends: the ids that
-    end one.
+    """An interface of all tokenizers.
 
-    lengths: {id: bytes of text} of the ids that are not special.
+    eot: the id that precedes each document. ends: the ids that end one. lengths: {id: bytes of
+    text} of the ids that are not special.
     """
 
     def __init__(self, name, vocab_size, separators, lengths):
@@ -66,14 +62,13 @@ class Tokenizer:
 
     @functools.cached_property
     def encoder(self):
-        """[text, ...] -> [ids, ...]: gigatoken's if it encodes as this tokenizer does,
-        else its library's.
-        """
+        """[text, ...] -> [ids, ...]: gigatoken's if it encodes the same, else the library's own."""
         return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text;
-        a lone surrogate, which UTF-8 lacks, becomes U+FFFD.
+        """An array of ids (self.dtype) for each text.
+
+        A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
         """
         with told(f"tokenizer={self.name} fails"):
             try:
@@ -97,9 +92,7 @@ class Tokenizer:
             return self._decode([int(i) for i in ids])
 
     def token_bytes(self):
-        """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 for special tokens;
-        for bits per byte.
-        """
+        """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 if it is special; for bits per byte."""
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
@@ -127,17 +120,16 @@ class Tiktoken(Tokenizer):
     def encode_special(self, text):
         return self.encoding.encode(text, allowed_special="all")
 
-    # a model with a padded vocabulary may sample ids that the encoding lacks
     def _decode(self, ids):
+        # a model with a padded vocabulary may sample ids that the encoding lacks
         return self.encoding.decode([i for i in ids if i in self.known])
 
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format."""
         rule = self.encoding._pat_str if self.rule is None else self.rule
         text = byte_level_json(self.ranks, self.special, rule)
-        if HuggingFace(self.name, text.encode()).encode(PROBE) != self.encoding.encode_ordinary(
-            PROBE
-        ):
+        ids = HuggingFace(self.name, text.encode()).encode(PROBE)
+        if ids != self.encoding.encode_ordinary(PROBE):
             raise UserError(
                 f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE"
             )
@@ -145,9 +137,7 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, given as bytes, through the package tokenizers,
-    with the files in its folder.
-    """
+    """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
 
     def __init__(self, name, data, folder=None):
         with told(f"tokenizer={name} is not a tokenizer.json"):
@@ -156,8 +146,8 @@ class HuggingFace(Tokenizer):
         dropout = getattr(self.inner.model, "dropout", None)
         if dropout:
             warn(
-                f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every "
-                "run"
+                f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in "
+                "every run"
             )
             self.inner.model.dropout = None
         with told(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
@@ -234,10 +224,10 @@ def find_separators(special, begins_text, folder):
 
 
 def gigatoken_encoder(text, encode):
-    """An encoder, 20 to 33 times as fast, of a tokenizer.json; None if gigatoken is missing or
-    cannot.
+    """gigatoken's encoder of a tokenizer.json, 20 to 33 times as fast.
 
-    encode: another encoder of the same tokenizer, with which it is compared.
+    encode: another encoder of the same tokenizer, with which it is compared. The result is None
+    if gigatoken is missing or does not encode the same.
     """
 
     def encode_batch(texts):
@@ -249,7 +239,7 @@ def gigatoken_encoder(text, encode):
         return None
     parts = json.loads(text)
     added = parts.get("added_tokens", [])
-    # it would find special tokens in a text, and the post_processor adds some
+    # gigatoken would find special tokens in a text, and the post_processor adds some
     parts |= {
         "added_tokens": [token for token in added if not token["special"]],
         "post_processor": None,
@@ -260,9 +250,8 @@ def gigatoken_encoder(text, encode):
             import gigatoken
 
             fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
-            return (
-                encode_batch if np.array_equal(encode_batch(probe)[0], encode(probe)[0]) else None
-            )
+            same = np.array_equal(encode_batch(probe)[0], encode(probe)[0])
+            return encode_batch if same else None
     except UserError:  # it is not installed, is broken, or lacks this kind
         return None
 
@@ -282,15 +271,15 @@ def load(name, vocab_size=None):
     elif built_in(name):
         with told(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
-            "cache, "
-            "or give a tokenizer.json"
+            "cache, or give a tokenizer.json"
         ):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
     elif path and path.is_file():
         data = path.read_bytes()
-        tokenizer = (
-            llama3(name, data) if path.suffix == ".model" else HuggingFace(name, data, path.parent)
-        )
+        if path.suffix == ".model":
+            tokenizer = llama3(name, data)
+        else:
+            tokenizer = HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
     else:
         others = [other for other in VOCABULARIES if Path(name, other).is_file()]
@@ -302,8 +291,7 @@ def load(name, vocab_size=None):
         raise UserError(
             f"tokenizer={name}: no such file or encoding; expected bytes, "
             f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
-            "tokenizer.json, of "
-            "that file, or of Llama 3's tokenizer.model"
+            "tokenizer.json, of that file, or of Llama 3's tokenizer.model"
         )
     tokenizer.embedded = vocab_size or tokenizer.vocab_size
     if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
@@ -315,9 +303,7 @@ def load(name, vocab_size=None):
 
 
 def fits(vocab_size, token_bytes, eot):
-    """Whether a model of vocab_size ids has all that texts give:
-    the others are special, such as a pad.
-    """
+    """Whether a model of vocab_size ids has all that texts give; others are special, like a pad."""
     return eot < vocab_size and not token_bytes[vocab_size:].any()
 
 
@@ -337,9 +323,7 @@ def file_of(name):
 
 
 def llama3(name, data):
-    """Llama 3's tokenizer.model: lines of "base64 rank";
-    Meta's files do not list the 256 special tokens.
-    """
+    """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's lack the 256 special tokens."""
     reserved = [f"reserved_special_token_{i}" for i in range(251)]
     names = [
         "begin_of_text",
@@ -352,8 +336,7 @@ def llama3(name, data):
     names += ["eot_id", *reserved[5:]]
     with told(
         f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece "
-        "model?); "
-        "give its tokenizer.json instead"
+        "model?); give its tokenizer.json instead"
     ):
         ranks = {}
         for line in filter(None, data.splitlines()):
@@ -387,8 +370,9 @@ def is_one(path, changed):
 
 
 def beside(folder):
-    """Paths of the files that go with a folder's tokenizer and may be copied;
-    links out of it may not.
+    """Paths of the files that go with a folder's tokenizer and may be copied.
+
+    Links out of the folder may not.
     """
     found = []
     for path in (Path(folder, name) for name in BESIDE):
@@ -407,8 +391,9 @@ def leads_out(path):
 
 
 def refuse_link(path):
-    """Raises UserError for a link that `leads_out`:
-    a stranger's may name any file of this machine.
+    """Raises UserError for a link that `leads_out`.
+
+    A stranger's link may name any file of this machine.
     """
     if leads_out(path):
         raise UserError(f"{path} is a link out of its folder; put the file itself there")
@@ -438,8 +423,9 @@ def special_tokens(folder):
 
 
 def add_tokens(inner, folder):
-    """Adds the tokens that stand beside a tokenizer.json alone, as transformers does;
-    returns how many.
+    """Adds tokens that stand only in files beside a tokenizer.json; returns how many.
+
+    transformers adds them too.
     """
     files = read_beside(folder, "tokenizer_config.json")
     listed = files.get("added_tokens_decoder")
@@ -486,16 +472,14 @@ def without_surrogates(text):
 
 
 def byte_level_json(ranks, special, rule):
-    """The text of a tokenizer.json, BPE of bytes;
-    `rule` splits a text into words, "" as in GPT-2.
-    """
+    """A tokenizer.json's text, BPE of bytes; `rule` splits a text into words, "" as in GPT-2."""
     words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
     merges = []  # every two tokens that make a third one
     for word in sorted(words, key=words.get):
         for i in range(1, len(word)):
             if word[:i] in words and word[i:] in words:
                 merges.append((word[:i], word[i:]))
-    # a token as a text is not merged
+    # ignore_merges: a text that is a token as it stands is not merged from parts
     inner = Inner(models.BPE(words | special, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule)
     if rule:
@@ -508,9 +492,7 @@ def byte_level_json(ranks, special, rule):
 
 
 def write_characters(batches, path):
-    """Writes a tokenizer.json: the characters of batches of texts, U+FFFD for others,
-    and a separator.
-    """
+    """Writes a tokenizer.json: characters of batches of texts, U+FFFD for others, a separator."""
     found = {character for texts in batches for text in texts for character in text or ""}
     tokens = [*sorted(found - {"\ufffd"}), "\ufffd", "<|endoftext|>"]
     ids = {token: i for i, token in enumerate(tokens)}

@@ -1,8 +1,7 @@
-"""Writes shards of tokens for fineweb.py; a killed run continues where it was and ends with the
-same bytes.
+"""Writes shards of tokens for fineweb.py; a killed run goes on and ends with the same bytes.
 
-A folder has progress.json, updated after each shard, and once all is written manifest.json with
-checksums.
+A folder has progress.json, updated after each shard,
+and once all is written manifest.json with checksums.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ def write_shards(batches, encode, progress, name):
     """
     given = progress.settings
     first, _ = progress.position
-    # tqdm takes inf for no total
+    # inf if there is no limit, which tqdm takes for no total
     most = (given["max_tokens"] or float("inf")) + given["val_tokens"]
     written = progress.total("tokens")
     bar = tqdm(
@@ -74,9 +73,8 @@ def write_shards(batches, encode, progress, name):
     if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
         raise DataError(
             f"{val:,} of {val + train:,} tokens are for validation, by "
-            f"val_tokens={given['val_tokens']} in "
-            f"whole documents from the front: remove {progress.out} and lower it (0 for none), or "
-            "give "
+            f"val_tokens={given['val_tokens']} in whole documents from the front: "
+            f"remove {progress.out} and lower it (0 for none), or give "
             "another --shuffle_seed or more documents (a text file is one)"
         )
 
@@ -103,7 +101,7 @@ def write_training(rows, progress, name, bar):
     """
     given = progress.settings
     pack = given["pack"] or 1
-    # tokens of the first document, or block with pack, that are written
+    # done: tokens of the first document, with pack of the first block, that are written
     _, done = progress.position
 
     def room():
@@ -138,9 +136,7 @@ def write_training(rows, progress, name, bar):
 
 
 def tokenized(batches, encode, number, least):
-    """Yields (number, row) of the documents of at least `least` tokens,
-    besides the separator before each.
-    """
+    """Yields (number, row) of documents of at least `least` tokens besides the separator."""
     for batch in batches:
         try:
             for row in encode(batch):
@@ -264,9 +260,7 @@ class Progress:
 
 
 def write(path, data):
-    """files.write_atomic; on a full disk, for example,
-    a DataError that says how much room is needed.
-    """
+    """files.write_atomic; a failure, as on a full disk, is a DataError with the room needed."""
     room = (
         f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
     )

@@ -1,3 +1,1 @@
-"""What bench.py and plot.py call; lm-evaluation-harness's front,
-its model and two tasks, *.yaml.
-"""
+"""What bench.py and plot.py call, and lm-evaluation-harness's front, model and tasks (*.yaml)."""

@@ -1,5 +1,4 @@
-"""Scores of lm-evaluation-harness for a checkpoint as it is: nothing is exported, so an edited
-model's too.
+"""Scores of lm-evaluation-harness for a checkpoint, an edited model's too: nothing is exported.
 
     python -m measure.harness --checkpoint=out/a --tasks=hellaswag,arc_easy
     python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5 --out=gsm8k.json
@@ -76,9 +75,7 @@ def main(cfg):
 
 
 def load(cfg):
-    """(The harness's TaskManager, tasks and groups of tasks that cfg.tasks names,
-    with their data).
-    """
+    """(The harness's TaskManager, tasks and groups that cfg.tasks names, with their data)."""
     from lm_eval.tasks import TaskManager
 
     folders = [Path(__file__).parent]

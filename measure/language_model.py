@@ -4,8 +4,7 @@
 
 Contexts and continuations are cut into tokens, and long ones shortened, as the harness's class for
 Hugging Face does, whose scores an exported model has. Each of N ranks is given all requests,
-computes one of N batches, and returns the answers of all ranks: the batches are those of one
-process.
+computes one of N batches, and returns all ranks' answers: the batches are those of one process.
 """
 
 import itertools
@@ -32,8 +31,9 @@ KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # genera
 
 
 class LanguageModel(LM):
-    """bos: the separator precedes each text.
+    """A model and its tokenizer, which answer the harness's requests.
 
+    bos: the separator precedes each text.
     batch_tokens: in a forward pass; None: chosen by the device.
     """
 
@@ -49,8 +49,9 @@ class LanguageModel(LM):
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self._device.type, 1024)
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        """[(log p of the continuation, whether each of its tokens is the likeliest)] of
-        (context, it).
+        """[(log p of a continuation, whether each of its tokens is the likeliest)].
+
+        Each request is (context, continuation).
         """
         pairs = [request.args for request in requests]
         contexts = self.encode([context.rstrip() for context, _ in pairs])
@@ -72,8 +73,9 @@ class LanguageModel(LM):
         return [(-loss, wrong == 0) for loss, wrong in self.scores(rows, starts)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """[log p of a whole text]: of each token after as many as fit,
-        the first after the separator.
+        """[log p of a whole text].
+
+        Each of its tokens comes after as many as fit, the first one after the separator.
         """
         options = {"prefix_token": self.tokenizer.eot, "max_seq_len": self.limit, "context_len": 1}
         rows = []
@@ -92,8 +94,9 @@ class LanguageModel(LM):
         return found
 
     def generate_until(self, requests, disable_tqdm=False):
-        """[the text that continues a context] up to a string of `until`, an end,
-        or max_gen_toks tokens.
+        """[the text that continues a context].
+
+        It goes up to a string of `until`, an end, or max_gen_toks tokens.
         """
         if parallel.units(self.model):
             raise UserError(
@@ -134,9 +137,7 @@ class LanguageModel(LM):
         return [before + ids.tolist() for ids in self.tokenizer.encode_batch(texts)]
 
     def scores(self, rows, starts):
-        """[summed loss in nats, number of tokens that are not the
-        likeliest] of rows from starts on.
-        """
+        """[summed loss in nats, count of tokens not the likeliest] of rows from starts on."""
         if not rows:
             return []
         cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
@@ -157,7 +158,7 @@ class LanguageModel(LM):
         """(B, T) ids and targets -> (B, 2), see `scores`."""
         at = (targets >= 0).any(0).nonzero()[:, 0]  # where a row has a target
         logits, targets = self.model.logits(idx, at), targets[:, at]
-        # 0 where it is -100
+        # the loss is 0 where a target is -100
         loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         wrong = (logits.argmax(-1) != targets) & (targets >= 0)
         return torch.stack((loss.sum(1), wrong.sum(1)), 1)
@@ -209,12 +210,12 @@ class LanguageModel(LM):
         return [text for text, _ in texts()]
 
     def until(self, ids, stops, most):
-        """(the text of ids up to an id that ends one or a string of stops,
-        whether it or `most` ends it).
+        """(the text of ids up to where it ends, whether it has ended).
+
+        It ends at an id that ends documents, at a string of stops, or after `most` ids.
         """
         kept = list(itertools.takewhile(lambda i: i not in self.tokenizer.ends, ids))
         text = self.tokenizer.decode(kept)
         places = [text.find(stop) for stop in stops if stop and stop in text]
-        return text[: min(places, default=None)], len(kept) < len(ids) or bool(places) or len(
-            ids
-        ) == most
+        ended = len(kept) < len(ids) or bool(places) or len(ids) == most
+        return text[: min(places, default=None)], ended

@@ -12,7 +12,7 @@ from settings import Config
 from system import files
 from system.errors import UserError
 
-# kinds of lines
+# kinds of lines that are not evaluations of your own
 OURS = "start train val hellaswag norms sample saved done stopped skipped spike".split()
 SEEDS = ("seed", "shuffle_seed")
 # settings that decide no loss, and name no run
@@ -23,8 +23,9 @@ APART += " sample_interval sample_prompt save_interval keep_last async_save log_
 
 
 class Run:
-    """A run by its log. figures: {(kind, key): {step:
-    value}}, where the key of an extra is "extras.NAME".
+    """A run by its log.
+
+    figures: {(kind, key): {step: value}}, where the key of an extra is "extras.NAME".
     """
 
     color = "C0"  # matplotlib's
@@ -45,9 +46,7 @@ class Run:
 
     @cached_property
     def settings(self):
-        """{name: text} of the settings that the last start lists, without APART;
-        {} if it lists none.
-        """
+        """{name: text} of the settings of the last start, without APART; {} if it lists none."""
         rows = self.figures.get(("start", "rows"), {0: []})
         text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[:1] == ["settings"])
         try:
@@ -58,22 +57,20 @@ class Run:
         return {name: value for name, value in pairs if name not in APART.split()}
 
     def series(self, kind, key):
-        """(steps, values) of a figure, float arrays without missing values; bpb: losses in bits per
-        byte.
+        """(steps, values) of a figure, float arrays without missing values.
 
-        The validation before the first step is left out of a log with training: it is far above the
-        rest.
+        bpb: losses in bits per byte. The validation before the first step is left out of a log with
+        training: it is far above the rest.
         """
         if key == "bpb" and kind in ("train", "val"):
             steps, loss = self.series(kind, "loss")
             return steps, loss * self.bits_per_nat()
         points = []
+        trained = ("train", "loss") in self.figures
         for step, value in sorted(self.figures.get((kind, key), {}).items()):
             for wrong in files.misfits(value, (None, files.number), key):
                 raise UserError(f"{self.folder}: not a log: in {kind} {step} {wrong}")
-            at_start = (
-                step == 0 and (kind, key) == ("val", "loss") and ("train", "loss") in self.figures
-            )
+            at_start = step == 0 and (kind, key) == ("val", "loss") and trained
             if value is not None and not at_start:
                 points.append((step, value))
         return np.array(points, dtype=float).reshape(-1, 2).T
@@ -99,7 +96,7 @@ class Run:
             raise UserError(f"{self.folder}: its log does not hold what x={x} needs; try --x=steps")
         if x == "seconds":
             starts = self.figures.get(("start", "step"), [])
-            # a start's first step compiles
+            # the first step after a start compiles
             values[np.isin(at - 1, list(starts))] = np.median(values)
             values = np.cumsum(values) / 1e3
         return np.interp(steps, [0, *at], [0, *values])
@@ -154,8 +151,9 @@ def folder_names(folders):
 
 
 def differences(given):
-    """Names, "lr=0.001", from what differs in [{setting: text}];
-    None where it makes no short, own names.
+    """Names, "lr=0.001", from what differs in [{setting: text}].
+
+    None if these are not short, or two are the same.
     """
     differing = {}
     for setting in {name: None for each in given for name in each}:
@@ -169,9 +167,7 @@ def differences(given):
 
 
 def read(folder):
-    """{kind: {step: line}} of a log; of a step's lines the last counts,
-    and a torn last line is ignored.
-    """
+    """{kind: {step: line}} of a log; the last line of a step counts, a torn last line does not."""
     path = Path(folder)
     try:
         if path.is_dir():
@@ -184,7 +180,7 @@ def read(folder):
     found = {}
     for number, line in enumerate(lines, 1):
         try:
-            # NaN, Infinity: a diverged run
+            # NaN and Infinity, of a run that diverged, become None
             entry = json.loads(line, parse_constant=lambda name: None)
             for wrong in files.misfits(entry, {"kind": files.text, "step": files.count}):
                 raise ValueError(wrong)

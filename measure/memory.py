@@ -1,6 +1,4 @@
-"""The arithmetic of scale/memory.py as a table;
-imports torch only for the shape of a checkpoint.
-"""
+"""The arithmetic of scale/memory.py as a table; imports torch only for a checkpoint's shape."""
 
 import dataclasses
 
@@ -11,8 +9,9 @@ from system.errors import UserError, refuse
 
 
 def measure(cfg):
-    """Prints GiB a rank for a bench.MemoryConfig, part by part,
-    and totals for other parallel and remat.
+    """Prints GiB a rank for a bench.MemoryConfig, part by part.
+
+    Below are totals for other values of parallel and remat.
     """
     precision = {"auto": "bf16", "auto8": "fp8"}.get(cfg.precision, cfg.precision)
     cfg = dataclasses.replace(cfg, precision=precision)
@@ -33,11 +32,10 @@ def measure(cfg):
         cfg = dataclasses.replace(cfg, remat_every=every)
     count = memory.parameter_counts(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
-    print(
-        f"{cfg.world} GPUs, parallel={cfg.parallel}"
-        if cfg.world > 1
-        else "1 GPU; for more --world=N"
-    )
+    gpus = "1 GPU; for more --world=N"
+    if cfg.world > 1:
+        gpus = f"{cfg.world} GPUs, parallel={cfg.parallel}"
+    print(gpus)
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):
         print(
@@ -59,9 +57,7 @@ def table(parts):
 
 
 def row(cfg, kind, remat):
-    """Prints what a rank takes so, and which batch and length fit;
-    nothing if the values conflict.
-    """
+    """Prints what a rank takes so, and which batch and length fit; nothing if values conflict."""
     cfg = dataclasses.replace(cfg, parallel=kind, remat=remat)
     if kind != "hsdp":
         cfg.shard_size = None

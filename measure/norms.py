@@ -59,9 +59,7 @@ def by_kind(names):
 
 
 def over_median(figures, steps):
-    """(figures, steps) of values over their median of the run;
-    masked where one is zero or not finite.
-    """
+    """(figures, steps): values over their median of the run, masked if one is 0 or not finite."""
     values = np.array([[values.get(step) for step in steps] for values in figures], dtype=float)
     values = np.ma.masked_equal(np.nan_to_num(values), 0)
     return values / np.ma.median(values, axis=1, keepdims=True)

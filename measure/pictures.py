@@ -27,8 +27,8 @@ def style(paper, ink, grid, colors):
     return STYLE | paper_of | dict.fromkeys(inks, ink) | lines
 
 
-# blue, orange, green, pink, ochre, sky, after Okabe and Ito's, which the colour-blind can tell
-# apart
+# Colours: blue, orange, green, pink, ochre and sky.
+# They follow Okabe and Ito's, which the colour-blind can tell apart.
 LIGHT = style(
     paper="#ffffff",
     ink="#1f2328",

@@ -1,6 +1,4 @@
-"""The table of `plot.py A* --against B*`:
-means over seeds, and whether two groups of runs differ.
-"""
+"""The table of `plot.py A* --against B*`: means over seeds, and whether two groups differ."""
 
 import math
 import os
@@ -29,9 +27,7 @@ class Group:
 
 
 def compare(runs, others):
-    """Prints means over seeds, and how `runs` differ from `others`;
-    returns all groups, lists of runs.
-    """
+    """Prints means over seeds, and how `runs` differ from `others`; returns all groups of runs."""
     check(runs + others)
     side = grouped(runs)
     groups = side + grouped(others)
@@ -45,9 +41,7 @@ def compare(runs, others):
 
 
 def check(runs):
-    """Refuses runs that are given twice, and those without a validation;
-    warns of those without an end.
-    """
+    """Refuses runs given twice, and those without a validation; warns of those without an end."""
     folders = [Path(run.folder).resolve() for run in runs]
     wrong = [f"{folder} is given twice" for folder in set(folders) if folders.count(folder) > 1]
     for run in runs:
@@ -131,9 +125,7 @@ def in_words(values, form, spread=False):
 
 
 def compared(group, other):
-    """A line for each loss that both have:
-    Welch's interval, and that of pairs of runs with the same seed.
-    """
+    """Lines for each loss that both have: Welch's interval, and that of pairs of the same seed."""
     found = []
     for key, figure in FIGURES.items():
         a = group.figures[key]
@@ -171,11 +163,10 @@ def answer(difference, error, freedom):
 
 
 def t_quantile(freedom):
-    """The t above |t| in 95% of Student's distribution with `freedom` degrees, 1 or more, perhaps
-    not whole.
+    """The t above |t| in 95% of Student's distribution with `freedom` degrees, 1 or more.
 
-    With t = sqrt(freedom) tan(angle) the angle has the density cos(angle)^(freedom - 1), here
-    summed up.
+    These need not be whole. With t = sqrt(freedom) tan(angle) the angle has the density
+    cos(angle)^(freedom - 1), here summed up.
     """
     density = np.cos((ANGLES[1:] + ANGLES[:-1]) / 2) ** (freedom - 1)
     share = np.append(0, density.cumsum()) / density.sum()

@@ -1,6 +1,4 @@
-"""What a GPU's memory held in the last step,
-drawn from files of `bench.py step --snapshot=FILE`.
-"""
+"""A GPU's memory in the last step, drawn from files of `bench.py step --snapshot=FILE`."""
 
 import pickle
 
@@ -30,9 +28,7 @@ def measure(cfg):
 
 
 def read(path):
-    """The snapshot in a file. It is a pickle, which may run code when it is read:
-    open your own alone.
-    """
+    """The snapshot in a file, a pickle, which may run code when it is read: open your own alone."""
     with told(f"{path}: not a file of bench.py step --snapshot"), open(path, "rb") as file:
         found = pickle.load(file)
         if "device_traces" not in found:
@@ -41,13 +37,14 @@ def read(path):
 
 
 def last_step(snapshot):
-    """[bytes that tensors held after each allocation and each free] of the last step,
-    if it is marked.
+    """[bytes that tensors held after each allocation and each free] of the last step.
+
+    Of the whole history, if the last step is not marked.
     """
     held = 0
     found = []
     for event in max(snapshot["device_traces"], key=len):
-        # others: a segment, or the block of a free that was requested before
+        # other actions: of a segment, or of a block whose free was requested before
         if event["action"] in CHANGES:
             held += CHANGES[event["action"]] * event["size"]
             if event["time_us"] >= snapshot.get("last_step", 0):

@@ -1,6 +1,4 @@
-"""A training step timed as train.py runs it, on random tokens,
-and its GPU time by kind of kernel.
-"""
+"""A training step timed as in train.py, on random tokens, and its GPU time by kind of kernel."""
 
 import contextlib
 import itertools
@@ -32,7 +30,7 @@ NCCL = "communication, exposed"
 KINDS = {  # a kernel is of the first kind whose pattern its name contains
     NCCL: "nccl",
     "attention": "sdpa|flash|fmha|cudnn::fusion|pytorch_flash",
-    # on Hopper the loss is in the epilogue of the head's
+    # on Hopper the loss is computed in the epilogue of the head's GEMM
     "GEMMs": "nvjet|gemm|cutlass|xmma|splitk|hopper_",
     "loss": "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss",
     "optimizer": "multi_tensor_apply|fusedadam|lpnorm",
@@ -41,9 +39,7 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 
 
 def measure(cfg):
-    """Times cfg.steps training steps and prints the result;
-    cfg: a bench.StepConfig that was checked.
-    """
+    """Times cfg.steps training steps and prints the result; cfg: a checked bench.StepConfig."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
@@ -69,16 +65,15 @@ def measure(cfg):
 
 @contextlib.contextmanager
 def history(path):
-    """Records what this process does with the GPU's memory; writes it at the end, after an error
-    too.
+    """Records this process's use of the GPU's memory; writes it at the end, after an error too.
 
     Yields a dict, whose entries the file has beside those of torch.cuda.memory._snapshot().
     """
     marks = {}
     torch.cuda.memory._record_memory_history(stacks="python")
     try:
-        # a checkpoint that ends its recomputation early does so by an exception, which the
-        # recording loses
+        # activation checkpointing ends a recomputation early by an exception,
+        # which the recording loses
         with set_checkpoint_early_stop(False):
             yield marks
     finally:
@@ -94,8 +89,9 @@ def say(*words):
 
 
 def take_steps(cfg, world, began, marks):
-    """The work of `measure`. began: when the process joined the others;
-    marks: the snapshot's own entries.
+    """The work of `measure`.
+
+    began: when the process joined the others; marks: the snapshot's own entries.
     """
     on_gpu = world.device.type == "cuda"
     show([describe_device(world)], say)
@@ -134,18 +130,14 @@ def take_steps(cfg, world, began, marks):
 
 
 def build(cfg, world):
-    """(cfg with every "auto" resolved, rows of the start-up summary,
-    Training) as train.py builds them.
-    """
+    """(cfg with every "auto" resolved, rows of the start-up summary, Training), as in train.py."""
     own, rows = choose(cfg, world.device)
     eot = min(SEPARATOR, own.vocab_size - 1) if own.document_mask else None
     return own, rows, train.Training(own, world, eot=eot)
 
 
 def step(job, next_batch, cfg):
-    """A step at the schedule's first rate:
-    at the full rate a wide model diverges on random tokens.
-    """
+    """A step at the schedule's first rate: at full rate a wide model diverges on random tokens."""
     optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, 0.0, cfg))
     totals = job.accumulate(next_batch)
     norm = job.clip(totals)
@@ -153,9 +145,7 @@ def step(job, next_batch, cfg):
 
 
 def synthetic(cfg, world, count=8):
-    """Endless batches of random tokens with the frequencies of text:
-    token n has odds 1/n (Zipf).
-    """
+    """Endless batches of random tokens as frequent as in text: token n has odds 1/n (Zipf)."""
     generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     shape = (count, cfg.batch_size, cfg.block_size + 1)
@@ -190,9 +180,7 @@ def speed(times, cfg, world, analysis):
 
 
 def breakdown(job, next_batch, cfg, world):
-    """Prints the GPU time of a step by kind of kernel beside the floor,
-    and the kernels that take most.
-    """
+    """Prints a step's GPU time by kind of kernel, the floor, and the kernels that take most."""
     events = profiled(job, next_batch, cfg, world)
     floor = floor_times(cfg, world.device, job.accumulation)
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
@@ -209,8 +197,9 @@ def breakdown(job, next_batch, cfg, world):
 
 
 def floor_times(cfg, device, micro_steps):
-    """{"GEMMs", "attention", "all": ms of a step in bf16, forward and backward,
-    each kernel timed alone}.
+    """{"GEMMs", "attention", "all": ms of a step in bf16}, with each kernel timed alone.
+
+    Forward and backward both count.
     """
     heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
@@ -232,8 +221,9 @@ def floor_times(cfg, device, micro_steps):
 
 
 def three_matmuls(N, K, M, device):
-    """Calls of a linear layer's three GEMMs, x @ W.T, dy @ W and dy.T
-    @ x, for x: (N, K) and W: (M, K).
+    """Calls of a linear layer's three GEMMs, for x: (N, K) and W: (M, K).
+
+    They are x @ W.T, dy @ W and dy.T @ x.
     """
     x, w, dy = (
         torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M))
@@ -245,9 +235,7 @@ def three_matmuls(N, K, M, device):
 
 
 def clock(work):
-    """Median ms of work() on the GPU; its launches are hidden behind
-    the L2 cache's clearing before it.
-    """
+    """Median ms of work() on the GPU; clearing the L2 cache before it hides its launches."""
     from triton.testing import do_bench
 
     return do_bench(work, return_mode="median")
@@ -270,9 +258,7 @@ def times_by_kind(events, steps):
 
 
 def profiled(job, next_batch, cfg, world):
-    """[(name, begin, end) in ms] of a GPU's kernels, or a CPU's operators;
-    rank 0 writes their trace.
-    """
+    """[(name, begin, end) in ms] of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
     kind = "CUDA" if world.device.type == "cuda" else "CPU"
     activities = [getattr(ProfilerActivity, kind)]
     parallel.synchronize(world.device)
