@@ -15,15 +15,16 @@ from run import source
 from scale import parallel
 from system.errors import UserError, warn
 
-# settings that may differ by node: of a path only whether there is one is compared, of data_dir the
-# data
+# settings that may differ by node: of data_dir the data is compared, of the others only whether
+# there is a path
 PLACES = ("out_dir", "init_from", "data_dir", "tokenizer", "hellaswag_file")
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "tokenizers", "triton")
 
 
 def settings(cfg):
-    """Raises UserError unless all ranks have rank 0's settings and sources; warns of other
-    packages.
+    """Raises UserError unless all ranks have rank 0's settings and sources.
+
+    Where they have other packages, it warns.
 
     cfg: from run.build.choose, before anything whose collectives depend on a setting.
     """
@@ -51,8 +52,9 @@ def data(cfg, loader, val_loaders):
 
 
 def weights(folder):
-    """Raises UserError unless all ranks have the same Hugging Face weights,
-    by blocks of each file.
+    """Raises UserError unless all ranks have the same Hugging Face weights.
+
+    Of a large file blocks spread over it are compared.
     """
     found = []
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -84,9 +86,7 @@ def refuse(facts):
 
 
 def difference(facts):
-    """In words, the first rank whose {name: fact in words} is not rank 0's, and how;
-    None without one.
-    """
+    """In words, the first rank whose {name: fact in words} is not rank 0's, and how; else None."""
     of_ranks = parallel.gather_objects(facts)
     first = of_ranks[0]
     for rank, found in enumerate(of_ranks):

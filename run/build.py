@@ -1,5 +1,7 @@
-"""Builds a run: settings resolved for the device, loaders, the model in its fixed order,
-the summary.
+"""Builds a run.
+
+Resolves the settings for the device, makes the loaders, builds the model in its fixed order and
+describes all of it in the start-up summary.
 """
 
 import dataclasses
@@ -28,9 +30,7 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 
 
 def choose(cfg, device):
-    """(cfg with every "auto" resolved for the device,
-    rows of the start-up summary with the reasons).
-    """
+    """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
     in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
     fp16 = not any("precision=fp16" in line for line in in_fp16)
     precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
@@ -40,7 +40,7 @@ def choose(cfg, device):
         attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
     cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
-    # also of ranks that were started without auto
+    # every rank takes part, also one that was started without auto
     free = parallel.gather_objects(free_memory(cfg, device))
     ranks = len(free)
     least = None if None in free else min(free)
@@ -68,8 +68,9 @@ def free_memory(cfg, device):
 
 
 def try_out(cfg, world, step):
-    """The settings of a dry run from a step on, two steps of which nothing is saved;
-    compares the shards.
+    """The settings of a dry run from a step on: two steps, of which nothing is saved.
+
+    It compares the shards with their checksums first, on rank 0. CUDA graphs take further steps.
     """
     if world.main:
         verify(cfg.data_dir)
@@ -83,8 +84,9 @@ def try_out(cfg, world, step):
 
 
 def make_loader(cfg, world):
-    """The training data: an object with next, state_dict,
-    load_state_dict and close (docs/experiment.md).
+    """The training data: an object with next, state_dict, load_state_dict and close.
+
+    docs/experiment.md describes them.
     """
     refuse_other_tokenizer(cfg)
     order = dict(
@@ -95,9 +97,7 @@ def make_loader(cfg, world):
 
 
 def validation_loaders(cfg, world):
-    """[(share of the loss and of the tokens,
-    loader)] of the validation splits of the data folders.
-    """
+    """[(share of the loss and of the tokens, loader)] of the folders' validation splits."""
     folders = mixture.folders(str(cfg.data_dir))
     whole = sum(share for _, share in folders)
     loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
@@ -105,8 +105,9 @@ def validation_loaders(cfg, world):
 
 
 def for_rank(cfg, world):
-    """Arguments of a TokenLoader: ranks read different rows,
-    those that share a sequence the same.
+    """Arguments of a TokenLoader.
+
+    Ranks read different rows, but those that share a sequence read the same ones.
     """
     rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
     shape = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
@@ -114,9 +115,7 @@ def for_rank(cfg, world):
 
 
 def refuse_other_tokenizer(cfg):
-    """Raises DataError if the data has not the tokenizer of the
-    Hugging Face weights in init_from.
-    """
+    """Raises DataError if the data's tokenizer is not that of init_from's Hugging Face weights."""
     hugging_face = (cfg.init_from or "").startswith("hf:")
     for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
         manifest = read_manifest(folder)
@@ -125,8 +124,8 @@ def refuse_other_tokenizer(cfg):
             continue
         if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):
             why = (
-                f"was tokenized with {name}, the weights of init_from={cfg.init_from} use "
-                f"{cfg.tokenizer}"
+                f"was tokenized with {name}, "
+                f"the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
             )
             make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
             raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
@@ -135,8 +134,8 @@ def refuse_other_tokenizer(cfg):
 def build_model(cfg, world, weights=None, eot=None):
     """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
 
-    cfg: from `choose`. weights: a checkpoint's; None: cfg.init_from's, or new. eot: the data's
-    separator.
+    cfg: from `choose`. weights: a checkpoint's; None: those of cfg.init_from, or new ones. eot: the
+    separator of the data.
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
@@ -181,17 +180,18 @@ def refuse_edits(cfg, analysis):
         raise UserError(f"{what} {why}")
     if analysis.updates:
         again = (
-            f"under remat={cfg.remat} a block runs twice, and so would change "
-            f"{analysis.updates[0]} twice"
+            f"under remat={cfg.remat} a block runs twice, "
+            f"and so would change {analysis.updates[0]} twice"
         )
         raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
 
 
 def prepare(model, cfg, world, eot, analysis):
-    """Applies, to a model on meta, in this order:
-    fp8, documents, remat, context parallel, compile, FSDP2.
+    """Prepares a model that is on meta.
+
+    It applies, in this order: fp8, documents, remat, context parallel, compile, FSDP2.
     """
-    # files that `import train` need not load
+    # imported here, since `import train` need not load these files
     from scale import activation_checkpointing, documents, fsdp
 
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
@@ -200,7 +200,7 @@ def prepare(model, cfg, world, eot, analysis):
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"
         )
     for parameter in model.parameters() if cfg.weights == "bf16" else ():
-        # all of them: FSDP2 requires one dtype in a unit
+        # every parameter, since FSDP2 requires one dtype in a unit
         parameter.data = parameter.data.bfloat16()
     if cfg.precision == "fp8":
         for layer in model.modules():
@@ -220,14 +220,13 @@ def prepare(model, cfg, world, eot, analysis):
 
 
 def compile_model(model, sharded=False):
-    """Compiles a model in place, so that state-dict keys keep their names; all blocks share one
-    graph.
+    """Compiles a model in place: state-dict keys keep their names, all blocks share one graph.
 
     optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all
     (torch 2.11). Its cache is told of edited code by a digest of it: no graph holds the backward of
     a custom operator.
     """
-    # training, validation and HellaSwag have their own shapes
+    # so many, since training, validation and HellaSwag have their own shapes
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -244,8 +243,9 @@ def compile_model(model, sharded=False):
 
 
 def choose_graph(cfg, world, micro_step, model):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary),
-    see scale/cuda_graph.py.
+    """(the micro-step as a CUDA graph, or None, rows of the start-up summary).
+
+    scale/cuda_graph.py captures the graph.
     """
     if not cfg.cuda_graph:
         return None, []
@@ -267,8 +267,9 @@ def wrap(model, cfg, world, analysis, optimizer):
 
 
 def open_initial_weights(cfg):
-    """{name: tensor or SavedTensor} of the weights in cfg.init_from;
-    refuses those of another model.
+    """{name: tensor or SavedTensor} of the weights in cfg.init_from.
+
+    Raises UserError if they are of another model.
     """
     name = cfg.init_from
     if name.startswith("hf:"):
@@ -289,9 +290,7 @@ def open_initial_weights(cfg):
 
 
 def describe(cfg, training, start):
-    """Rows of the start-up summary: the model, its memory, the data, the batch,
-    and where it resumes.
-    """
+    """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
     total, matmul = parameter_counts(state.model)
     if cfg.max_seconds is None:
@@ -300,8 +299,8 @@ def describe(cfg, training, start):
     else:
         steps = tokens = None
         length = (
-            f"from step {state.step} on, {state.seconds:.1f} to {cfg.max_seconds:g} s "
-            "of steps, whose"
+            f"from step {state.step} on, "
+            f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps, whose"
         )
         length += (
             " number, and with it the weights, differs from run to run; max_steps does not count"
@@ -341,8 +340,7 @@ def describe(cfg, training, start):
 
 
 def describe_optimizer(optimizer, lr):
-    """The optimizer and which peak rate and decay so many tensors have, in words, from its
-    param_groups.
+    """The optimizer in words, by its param_groups: how many tensors have which peak rate and decay.
 
     lr: the peak rate, of which a group's own is its `factor`.
     """

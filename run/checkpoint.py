@@ -77,14 +77,13 @@ class Saver:
             self.wait()
 
     def due(self, step, every, at_end):
-        """Whether to save after `step` steps: every so many, and at the end;
-        never if every is 0.
-        """
+        """Whether to save after `step` steps: every so many and at the end, never if every is 0."""
         return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
 
     def save(self, state, **facts):
-        """Starts the save of a train.State when the one before is done; waits unless in the
-        background.
+        """Starts the save of a train.State when the one before is done.
+
+        It waits for the end of the save unless that runs in the background.
 
         facts: what else state.json says of the run, such as its settings.
         """
@@ -136,8 +135,7 @@ class Saver:
             )
 
     def write(self, step, tensors, state):
-        """Saves {"model": {name: tensor or SavedTensor}, ...}, a file for each key, and the
-        `state`.
+        """Saves the `state` and {"model": {name: tensor or SavedTensor}, ...}, a file for each key.
 
         Tensors of the key own_of_ranks are saved by each rank, all others once.
         """
@@ -165,8 +163,9 @@ class Saver:
 
     @torch.no_grad()
     def own_file(self, group, tensors):
-        """{file name: (tensors, shards)}, for write_files,
-        of a group of which this rank writes; else {}.
+        """{file name: (tensors, shards)} of a group for write_files.
+
+        {} if this rank writes nothing of the group.
         """
         of_each_rank = group == "own_of_ranks" and self.world.size > 1
         own = {}
@@ -187,8 +186,9 @@ class Saver:
         return {f"{group}{rank}.safetensors": (own, shards)}
 
     def written(self):
-        """1.0 if this rank has written its files of the save in progress;
-        once all have, `wait` is short.
+        """1.0 if this rank has written its files of the save in progress, else 0.0.
+
+        Once all ranks have, `wait` is short.
         """
         return float(self.pending is not None and self.pending.done())
 
@@ -203,9 +203,7 @@ class Saver:
         self.saved(self.last, self.final)
 
     def publish(self, of_ranks):
-        """On rank 0: writes the manifest of a complete folder, puts it in place,
-        prunes older ones.
-        """
+        """On rank 0: puts a complete folder in place, with its manifest, and prunes older ones."""
         if not self.world.main:
             return
         manifest = {name: digest for written in of_ranks for name, digest in written.items()}
@@ -221,8 +219,9 @@ class Saver:
             warn(f"{self.out_dir}: older checkpoints are still there: {error}")
 
     def or_removed(self, action):
-        """action() on each rank; if it fails on one, what was written is removed,
-        CheckpointError on all.
+        """action() on each rank.
+
+        If it fails on one, what was written is removed, and all ranks raise CheckpointError.
         """
         try:
             return everywhere(action, Exception)  # any type: the other ranks wait
@@ -239,9 +238,7 @@ class Saver:
 
 
 def everywhere(action, kind=UserError):
-    """action() on each rank; where it fails on one, by an error of a kind,
-    all raise CheckpointError.
-    """
+    """action() on each rank; where one raises an error of the kind, all raise CheckpointError."""
     result = None
     error = None
     try:
@@ -269,7 +266,7 @@ def begin_folder(aside, state):
     tokenizer = tokenizer_file(out_dir, state.get("config", {}).get("tokenizer"))
     if tokenizer:
         copies |= {path: path.name for path in tokenizers.beside(tokenizer.parent)}
-        # a manifest may name any file
+        # only if it is one, since a manifest may name any file
         if tokenizers.is_one(tokenizer, tokenizer.stat().st_mtime_ns):
             copies[tokenizer] = f"tokenizer{tokenizer.suffix}"
     for path, name in copies.items():
@@ -313,8 +310,9 @@ def write_files(aside, contents):
 
 
 def saved_settings(folder, state):
-    """(settings in a checkpoint's state, their GPTConfig);
-    what is read has today's types and ranges.
+    """(settings in a checkpoint's state, their GPTConfig), with today's types and ranges.
+
+    What is read has been checked for them.
     """
     try:
         config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, "optimizer", "tokenizer"})
@@ -326,9 +324,7 @@ def saved_settings(folder, state):
 
 
 def rank_tensors(model, device):
-    """This rank's random-number states and, with fp8,
-    the amax values from which its next scales follow.
-    """
+    """This rank's random-number states and, with fp8, the amax values that set its next scales."""
     state = generators.states(device)
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat([amax.flatten() for amax in amaxes]).cpu()
@@ -336,13 +332,11 @@ def rank_tensors(model, device):
 
 
 def load_rank_tensors(tensors, model, rank, device):
-    """Restores this rank's state; returns False if there is none
-    for this rank and type of device.
-    """
+    """Restores this rank's state; returns False if none is there for it and this type of device."""
     own = {kind: tensor[...] for kind, tensor in with_prefix(tensors, f"{rank}.").items()}
     if device.type not in own:
         return False
-    # torch has several errors
+    # torch raises errors of several types
     with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):
         generators.restore(own, device)
         amaxes = magnitudes(model)
@@ -355,8 +349,9 @@ def load_rank_tensors(tensors, model, rank, device):
 
 
 def magnitudes(model):
-    """Buffers with the amax of fp8's previous call, in the model's order;
-    saved, so that scales go on.
+    """Buffers with the amax of fp8's previous call, in the model's order.
+
+    They are saved, so that the scales go on.
     """
     return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
 

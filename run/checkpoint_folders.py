@@ -1,9 +1,8 @@
-"""The checkpoints of a run, step_*/ in its folder: found, verified, put in place atomically,
-pruned.
+"""The checkpoints of a run, step_*/ in its folder: found, verified, put in place, pruned.
 
-A folder is complete or absent: it is written under a hidden name, .writing_*, and then renamed. One
-that is removed is first renamed to a hidden name. What a kill leaves hidden is deleted by the next
-save.
+A folder is complete or absent, as it is put in place atomically: it is written under a hidden name,
+.writing_*, and then renamed. One that is removed is first renamed to a hidden name. What a kill
+leaves hidden is deleted by the next save.
 """
 
 import glob
@@ -23,8 +22,9 @@ DIGITS = "[0-9]" * 8
 
 
 def folders(out_dir):
-    """A run's checkpoints, oldest first: step_*/ that hold our files;
-    a user's step_plans/ is none.
+    """A run's checkpoints, oldest first: the step_*/ that hold our files.
+
+    A user's own step_plans/ is none.
     """
     found = (Path(out_dir, name) for name in glob.glob(f"step_{DIGITS}", root_dir=out_dir))
     return sorted(
@@ -33,8 +33,9 @@ def folders(out_dir):
 
 
 def hidden(folder, kind=""):
-    """The name under which a checkpoint is written;
-    kind: "gone_" or "old_", it is removed or replaced.
+    """The name under which a checkpoint is written.
+
+    kind: "gone_" if it is removed, "old_" if it is replaced.
     """
     return folder.with_name(f".writing_{kind}{folder.name}")
 
@@ -47,7 +48,7 @@ def remove(folder):
 
 
 def delete(path):
-    """Deletes what is hidden; of a link the link.
+    """Deletes what is hidden, and of a link the link alone.
 
     What cannot be deleted, the next save tries again.
     """
@@ -87,9 +88,7 @@ def put_in_place(final):
 
 
 def bring_back(out_dir):
-    """Gives back its name to a step that was saved again when a kill
-    came between the renames of that.
-    """
+    """Gives a step back its name, if a kill came between the renames when it was saved again."""
     for old in sorted(Path(out_dir).glob(f".writing_old_step_{DIGITS}")):
         final = old.with_name(old.name.removeprefix(".writing_old_"))
         for folder in (hidden(final), old):
@@ -138,11 +137,10 @@ def find(path):
     """
     path = Path(path)
     names = None
-    if not os.path.exists(path) or not (
-        path.match(f"step_{DIGITS}") or (path / "manifest.json").is_file()
-    ):
+    manifest = path / "manifest.json"
+    if not os.path.exists(path) or not (path.match(f"step_{DIGITS}") or manifest.is_file()):
         names = [folder.name for folder in folders(path)[::-1]]
-    # another node may not see the folder, or have its own
+    # rank 0's, since another node may not see the folder, or may have its own
     names = parallel.gather_objects(names)[0]
     found = [path] if names is None else [path / name for name in names]
     first_wrong = None
@@ -158,15 +156,16 @@ def find(path):
     if first_wrong:
         why += f", the newest: {first_wrong}"
     hint = (
-        "expected a run's folder, or one of its step_*/; Hugging Face weights are "
-        "--init_from=hf:FOLDER"
+        "expected a run's folder, or one of its step_*/; "
+        "Hugging Face weights are --init_from=hf:FOLDER"
     )
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 
 
 def problem_of_ranks(folder):
-    """What is wrong with a checkpoint on any rank, perhaps of another node, in words;
-    None if it is whole.
+    """What is wrong with a checkpoint on any rank, in words; None if it is whole.
+
+    A rank on another node may see another folder.
     """
     own = problem(folder, *parallel.rank_and_size())
     manifest = None if own else files.digest(folder / "manifest.json")
@@ -191,11 +190,8 @@ def problem(folder, rank=0, ranks=1):
         for name in sorted({"state.json", *(path.name for path in held)} - manifest.keys()):
             return f"manifest.json does not name {name}"
         for name in manifest:
-            if (
-                not files.plain_name(name)
-                or (folder / name).is_symlink()
-                or not (folder / name).is_file()
-            ):
+            path = folder / name
+            if not files.plain_name(name) or path.is_symlink() or not path.is_file():
                 return f"manifest.json names {name!r}, which is not a file in the folder"
         if is_other_step(folder):
             return f"it is of step {read_state(folder)['step']}: copied, or renamed"

@@ -1,6 +1,4 @@
-"""Evaluation: validation loss and bits per byte with standard errors, HellaSwag, samples,
-and your own.
-"""
+"""Evaluations: validation loss, bits per byte and standard errors, HellaSwag, samples, your own."""
 
 import contextlib
 import dataclasses
@@ -19,18 +17,17 @@ from scale import context_parallel, generators, parallel
 from system.errors import UserError
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
-# names in log.jsonl
+# names that log.jsonl has already, which no evaluation may take
 TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}
 
 
 @torch.no_grad()
 def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
-    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras), equal on every
-    rank.
+    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras).
 
-    table: float64 (3, rows): a row's loss in nats, its targets, bytes of their text (0 or NaN:
-    unknown). extras: {name: mean over the targets} of the forward. own: this rank's part of a
-    batch.
+    Both are equal on every rank. table: float64 (3, rows): a row's loss in nats, its targets, bytes
+    of their text (0 or NaN: unknown). extras: {name: mean over the targets} of the forward. own:
+    this rank's part of a batch.
     """
     device = parallel.device_of(model)
     token_bytes = None
@@ -66,8 +63,10 @@ def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), sto
 
 
 def losses_of_rows(model, x, y, positions):
-    """((B,) mean loss of each row, (B,) targets of each, {extra: its sum over the targets}) of a
-    forward.
+    """(loss, targets, extras) of a forward, by rows.
+
+    loss: (B,), the mean of each row. targets: (B,), their number in each row. extras: {name: its
+    sum over the targets}.
 
     A forward with a loss of its own that knows no rows is called for one row at a time.
     """
@@ -88,7 +87,7 @@ def losses_of_rows(model, x, y, positions):
             value = value.detach().float()
         else:
             value = scalar(name, value, x.device)
-        # the mean of no target may be NaN
+        # where there is no target, the mean may be NaN
         sums[name] = torch.where(count > 0, value * count, 0.0).sum()
     return torch.where(count > 0, loss.float(), 0.0), count, sums
 
@@ -96,8 +95,8 @@ def losses_of_rows(model, x, y, positions):
 def ratio(amounts, units, documents):
     """(sum(amounts) / sum(units), its standard error for documents drawn at random).
 
-    documents: the number of each row's document. Linearised, as in Cochran, Sampling Techniques,
-    6.4.
+    documents: the number of each row's document. The error is linearised, as in Cochran, Sampling
+    Techniques, 6.4.
     """
     amounts, units = np.bincount(documents, amounts), np.bincount(documents, units)
     mean = amounts.sum() / units.sum()
@@ -109,8 +108,9 @@ def ratio(amounts, units, documents):
 
 
 def losses(table, documents):
-    """{"loss": nats a token, "bpb": bits per byte or None, "stderr",
-    "bpb_stderr"} of `validate`'s table.
+    """The losses of `validate`'s table.
+
+    {"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"}.
     """
     nats, targets, text = table
     loss, stderr = ratio(nats, targets, documents)
@@ -122,7 +122,7 @@ def losses(table, documents):
 
 def in_words(score):
     """Parts of a line for the console; after ±, the standard errors."""
-    # of one document it is unknown
+    # a single document tells nothing of the error, which is then NaN
     spread = lambda error: "" if math.isnan(error) else f" ±{error:.4f}"
     words = [f"loss {score['loss']:.4f}{spread(score['stderr'])}"]
     if score["bpb"] is not None:
@@ -143,9 +143,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """The evaluations of a run: functions with a name and an interval;
-    one chooses the best checkpoint.
-    """
+    """The evaluations of a run: named functions at intervals; one chooses the best checkpoint."""
 
     def __init__(self, state, autocast, log, watch, cfg):
         """state: a train.State, of which `evaluated` and `score` are set here."""
@@ -154,15 +152,15 @@ class Evaluations:
         self.each = {}  # {name: Evaluation}
 
     def add(self, name, interval, function, lines=None, best=None, whole_rows=True, at_start=True):
-        """Calls function(model) every `interval` steps and at the end; 0: never. at_start: before
-        step 1 too.
+        """Calls function(model) every `interval` steps and at the end; 0: never.
 
-        function returns {figure: number, or text}, the same on every rank, or None if the run is to
-        stop. It runs on all ranks, without gradients, in the run's precision and with the model in
-        eval mode; random numbers that it draws do not change those of training. lines: from that
-        dict to lines for the console. best: the figure by which the best checkpoint is chosen, the
-        lowest; of one evaluation only. whole_rows: each rank has whole rows, of one document each;
-        False: as in training, with its document masks, and rows divided by context parallelism.
+        at_start: before step 1 too. function returns {figure: number, or text}, the same on every
+        rank, or None if the run is to stop. It runs on all ranks, without gradients, in the run's
+        precision and with the model in eval mode; random numbers that it draws do not change those
+        of training. lines: from that dict to lines for the console. best: the figure by which the
+        best checkpoint is chosen, the lowest; of one evaluation only. whole_rows: each rank has
+        whole rows, of one document each; False: as in training, with its document masks, and rows
+        divided by context parallelism.
         """
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
@@ -178,9 +176,7 @@ class Evaluations:
         )
 
     def due(self):
-        """Names of those that are due now; none if the run was resumed
-        here and had evaluated before.
-        """
+        """Names of those that are due now; none if a run resumed here had evaluated before."""
         step = self.state.step
         if step == self.state.evaluated:
             return []
@@ -322,7 +318,7 @@ def add_validation(evaluations, cfg, world, loaders):
     splits = ", ".join(
         f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders
     )
-    # the same: runs compare
+    # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
 
     def evaluate(model):
@@ -335,8 +331,9 @@ def add_validation(evaluations, cfg, world, loaders):
 
 
 def add_samples(evaluations, cfg, world, tokenizer):
-    """Each rank draws its own; the console has rank 0's,
-    log.jsonl the others' with their rank as well.
+    """Adds samples, of which each rank draws its own.
+
+    The console has those of rank 0, log.jsonl those of the others as well, with their rank.
     """
     from run import sampling
 

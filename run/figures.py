@@ -1,6 +1,4 @@
-"""What a step reports: its loss and the extras of GPT.forward,
-as means over the targets of all ranks.
-"""
+"""A step's figures: its loss and GPT.forward's extras, as means over the targets of all ranks."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,9 +10,9 @@ from system.errors import UserError
 class Figures:
     """Adds up what GPT.forward returns in the micro-steps of all ranks, on the device.
 
-    A micro-step's sums are a list of float32 scalars: [its part of the loss, targets, extra *
-    targets, ...]. names: of the extras, as the first forward returned them; every later one must
-    return the same.
+    A micro-step's sums are a list of float32 scalars: its part of the loss, targets, and then for
+    each extra the extra * targets. names: of the extras, as the first forward returned them; every
+    later one must return the same.
     """
 
     def __init__(self, batch_tokens, ranks):
@@ -22,8 +20,9 @@ class Figures:
         self.names, self.compared = None, False
 
     def sums(self, share, count, extras):
-        """The sums of a micro-step. share: loss * count / the tokens
-        that this rank reads in a step.
+        """The sums of a micro-step.
+
+        share: loss * count / the tokens that this rank reads in a step.
         """
         names = sorted(extras)
         if self.names is None:
@@ -43,11 +42,10 @@ class Figures:
         return sums if totals is None else torch._foreach_add(totals, sums)
 
     def over_ranks(self, totals, norm, own):
-        """The Means of a step over all ranks. norm: of the gradients; own: further numbers of this
-        rank.
+        """The Means of a step over all ranks.
 
-        One all-reduce, for which no host waits, but in the first step, when the ranks compare
-        extras.
+        norm: of the gradients; own: further numbers of this rank. It takes one all-reduce, for
+        which no host waits, except in the first step, when the ranks compare extras.
         """
         if not self.compared:
             self.compared = True
@@ -76,9 +74,7 @@ class Means:
         self.moment = self.later.moment
 
     def get(self):
-        """(loss, norm, {extra: its mean}, [means over the ranks of `own`]),
-        waiting for the step's end.
-        """
+        """(loss, norm, {extra: mean}, [means of `own` over ranks]); waits for the step's end."""
         share, targets, *values = self.later.get()
         targets = max(targets, 1.0 / self.ranks)  # of a rank, on average
         loss = share * (self.batch_tokens / self.ranks / targets)
@@ -94,7 +90,7 @@ def scalar(name, value, device):
     """
     if not torch.is_tensor(value):
         return torch.full((), value, dtype=torch.float32, device=device)
-    # the usual case: the host's time counts here
+    # the usual case, as early as it can be, since the host's time counts here
     if value.dim() == 0 and value.dtype == torch.float32:
         return value.detach()
     if value.numel() != 1:

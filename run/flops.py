@@ -1,6 +1,4 @@
-"""What a model computes (operations, FLOPs, MFU),
-from a forward and backward of any model.py on meta.
-"""
+"""What any model.py computes (operations, FLOPs, MFU), from a forward and backward on meta."""
 
 import math
 import re
@@ -20,7 +18,8 @@ from scale.precision import DTYPES
 from system.errors import UserError, listed
 
 PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
-# dense, from data sheets, in these precisions; the first pattern in a device's name counts
+# {pattern: dense TFLOP/s in these precisions}, from data sheets
+# of the patterns in a device's name the first counts
 PEAK_TFLOPS = {
     "B200": (4500, 2250, 2250, 1125, 75),
     "H100 PCIe": (1513, 756, 756, 378, 51),
@@ -40,9 +39,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device, precision):
-    """Peak FLOP/s of one device at this precision;
-    None where it is unknown (the MFU is then n/a).
-    """
+    """Peak FLOP/s of one device at this precision; None if unknown, and the MFU is then n/a."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -54,9 +51,7 @@ def peak_flops(device, precision):
 
 
 def parameter_counts(model):
-    """(parameters, those in matmuls) of a model:
-    no vocabulary padding, and a shared weight once.
-    """
+    """(parameters, those in matmuls) of a model: no vocabulary padding, a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
     matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     total = sum(p.numel() for p in model.parameters())
@@ -64,8 +59,9 @@ def parameter_counts(model):
 
 
 class OperationCounter:
-    """Within it operations run in plain PyTorch and are counted, as forms.fused and forms.attention
-    tell it.
+    """Within it operations run in plain PyTorch and are counted.
+
+    It learns of them from forms.fused and forms.attention.
 
     calls: {(operation, None or why it is not fused): n}.
     """
@@ -93,15 +89,14 @@ class OperationCounter:
             self.included = inner
 
     def weight(self, layer):
-        """A linear layer's weight, as no Parameter:
-        only those that an edit reads itself are noted.
-        """
+        """A linear layer's weight, but no Parameter: only reads by an edit itself are noted."""
         with torch._C.DisableTorchFunction():
             return layer.weight.view_as(layer.weight)
 
     def attended(self, q, k, v):
-        """Replaces attention; a query sees (T + 1) / 2 keys on average,
-        2 FLOPs each for QK^T and for AV.
+        """Replaces attention.
+
+        A query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV.
         """
         B, H, T, D = q.shape
         out = v.size(-1)
@@ -125,14 +120,14 @@ class ParametersRead(TorchFunctionMode):
 
 
 class ModelAnalysis:
-    """What a model computes: `calls`, flops_per_token, peak FLOP/s, unused (parameters without a
-    gradient).
+    """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
-    regular: every block ran once. bypassed: one ran without attn.core. draws: one drew from numpy's
-    or Python's random numbers. updates: buffers of blocks that it changed. read_elsewhere: names of
-    the blocks' linear layers whose weight is read by something other than an operation of
-    kernels.py. problem: why the forward could not be run without values, so that nothing of this is
-    known. chooses: values may then decide which parameters it uses.
+    unused: parameters without a gradient. regular: every block ran once. bypassed: one ran without
+    attn.core. draws: one drew from numpy's or Python's random numbers. updates: buffers of blocks
+    that it changed. read_elsewhere: names of the blocks' linear layers whose weight is read by
+    something other than an operation of kernels.py. problem: why the forward could not be run
+    without values, so that nothing of this is known. chooses: values may then decide which
+    parameters it uses.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -188,17 +183,16 @@ class ModelAnalysis:
         return self.chooses or bool(self.unused)
 
     def mfu(self, tokens_per_s, devices):
-        """Model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B);
-        None if it is unknown.
+        """Model FLOPs utilisation; None if it is unknown.
+
+        As in https://arxiv.org/abs/2204.02311, appendix B.
         """
         if not self.flops_per_token or not self.peak:
             return None
         return tokens_per_s * self.flops_per_token / (devices * self.peak)
 
     def rows(self):
-        """Rows of the start-up summary: which calls of operations are
-        fused, which are plain, and why.
-        """
+        """Rows of the start-up summary: which calls are fused, which are plain, and why."""
         rows = []
         if self.new:
             rows.append(
@@ -231,8 +225,9 @@ def count_call(runs, core, *inputs):
 
 
 def flops_per_token(model, cfg, operations):
-    """FLOPs of a token for MFU, without padding rows,
-    recomputation and attention within documents.
+    """FLOPs of a token for MFU.
+
+    Padding rows and recomputation do not count; attention counts as without document masks.
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:

@@ -1,9 +1,8 @@
-"""Hugging Face's GPT-2, Llama and their like: config.json as our settings; safetensors read and
-written.
+"""Hugging Face's GPT-2, Llama and their like: config.json and safetensors, read and written.
 
-Pickled weights are never read. RoPE pairs dimension i with i + D/2 there too: q and k need no
-permutation. train.py reads the shape of --init_from=hf:NAME before it imports torch: functions that
-need it import it.
+config.json is read as our settings. Pickled weights are never read. RoPE pairs i with i + D/2 there
+too, so that q and k need no permutation. train.py reads the shape of --init_from=hf:NAME before it
+imports torch: functions that need torch import it.
 """
 
 import functools
@@ -150,11 +149,11 @@ class Mistral(Llama):  # read, not written: it is a Llama
 EXPORTS = (GPT2, Llama, Qwen3)
 FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
 FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
-# masks and tables in old files
+# ends of names of masks and tables, which old files hold
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
-# of weights in safetensors
+# {dtype of weights in safetensors: torch's name}
 DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")
 
 
@@ -221,7 +220,7 @@ def adopt(given, files=FILES):
     if not name.startswith("hf:"):
         return given
     shape = read_config(fetch(name[3:], files))
-    # weights may have a longer context
+    # at most the default, since weights may have a longer context
     shape.block_size = min(shape.block_size, GPTConfig.block_size)
     wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
     if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
@@ -278,14 +277,12 @@ def _refuse_others(hf, allowed):
 
 
 def fetch(name, files=FILES):
-    """The local folder of `name`: itself, or the snapshot, perhaps cached,
-    of a repository on the hub.
-    """
+    """The local folder of `name`: itself, or the snapshot of a hub repository, perhaps cached."""
     if Path(name).exists():
         return Path(name)
-    # folders hold other formats of the weights
+    # nothing of a repository's folders, which hold other formats of the weights
     options = dict(allow_patterns=files, ignore_patterns=["*/*"])
-    # the hub, its HTTP client, the disk
+    # errors of the hub, of its HTTP client and of the disk
     with told(f"{name}: no such folder, and it cannot be downloaded"):
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
 
@@ -317,8 +314,9 @@ def config_json(cfg, dtype, ids):
 
 
 def write_tokenizer(folder, tokenizer, block_size):
-    """Writes the files of a tokenizer and of generation -> {"bos_token_id": ...,
-    "eos_token_id": ...}.
+    """Writes the files of a tokenizer and of generation.
+
+    Returns {"bos_token_id": ..., "eos_token_id": ...}.
     """
     from corpus import chat
     from corpus import tokenizer as tokenizers
@@ -340,7 +338,7 @@ def write_tokenizer(folder, tokenizer, block_size):
     ids = dict(bos_token_id=eot)
     if generation.exists():
         ids |= {key: value for key, value in read_json(generation).items() if value is not None}
-    # which reads generation_config.json too
+    # stop_ids reads generation_config.json too
     ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(generation, ids)
@@ -366,10 +364,10 @@ class Rows:
 
 
 def hf_parts(model, may_have_more=False):
-    """{Hugging Face name: Part}: no padded vocabulary, no tied head. UserError for an edit of
-    parameters.
+    """{Hugging Face name: Part}, without vocabulary padding and without a tied head.
 
-    may_have_more: an edit that adds some to those that a Hugging Face model has is none.
+    Raises UserError for an edit of parameters. may_have_more: an edit that only adds some to those
+    of a Hugging Face model is allowed.
     """
     from run.reshard import persistent_buffers
 
@@ -434,8 +432,9 @@ def hf_parts(model, may_have_more=False):
 
 
 def open_tensors(folder, family):
-    """{full Hugging Face name: slice of safetensors} of one file, else of an index's,
-    without buffers.
+    """{full Hugging Face name: slice of safetensors}, without buffers.
+
+    They are of one file, model.safetensors, or else of the files that an index names.
     """
     names, tensors = {"model.safetensors"}, {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
@@ -462,7 +461,8 @@ def open_tensors(folder, family):
 
 
 def has_own_head(folder, family):
-    """Whether the weights of a tied model hold a head unlike the embedding;
+    """Whether the weights of a tied model hold a head unlike the embedding.
+
     transformers then uses both.
     """
     if not any(folder.glob("model*.safetensors*")):
@@ -476,8 +476,9 @@ def has_own_head(folder, family):
 
 
 def open_hf(name):
-    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name,
-    without padding rows.
+    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name.
+
+    The tensors have no padding rows.
     """
     import torch
 
@@ -491,7 +492,7 @@ def open_hf(name):
         warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
     theirs = open_tensors(folder, family)
     wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
-    # it is the embedding, perhaps without another copy of it
+    # the head is the embedding, of which there may be no other copy
     if cfg.tie_embeddings and head in theirs:
         theirs.setdefault(wte, theirs[head])
         if theirs[wte].get_shape() == theirs[head].get_shape():
@@ -522,7 +523,7 @@ def open_hf(name):
     stored = {}
     for ours, pairs in found.items():
         dtypes = [getattr(torch, DTYPES[rows.get_dtype()]) for _, rows in pairs]
-        # the widest: q and v may be float32 beside k
+        # the widest of the parts: q and v may be float32 beside a narrower k
         dtype = functools.reduce(torch.promote_types, dtypes)
         slices = [(part.first, Rows(rows, dtype, part.transposed)) for part, rows in pairs]
         stored[ours] = SavedTensor(ours, slices)
@@ -563,13 +564,14 @@ def save_hf(
 
 
 def _write_shards(folder, parts, tensors, dtype, max_size, eps):
-    """Writes model.safetensors, or several files and their index if
-    the tensors take more than max_size.
+    """Writes model.safetensors.
+
+    If the tensors take more than max_size, writes several files and their index.
     """
     import torch
     from safetensors.torch import save_file
 
-    # biases ours lacks
+    # biases that our model lacks are zeros
     tensors = {part.ours: torch.zeros(part.last) for part in parts.values()} | tensors
     dtype = getattr(torch, dtype)
 

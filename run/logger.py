@@ -56,14 +56,10 @@ def show(rows, say=print):
 
 
 class Logger:
-    """Prints and records on rank 0; all ranks make the same calls,
-    since `step` averages over them.
-    """
+    """Prints and records on rank 0; all ranks make the same calls, as `step` averages over them."""
 
     def __init__(self, world, cfg, max_skipped):
-        """max_skipped: steps in a row that may be skipped;
-        None with fp16, whose scaler skips by itself.
-        """
+        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips."""
         self.world, self.cfg, self.max_skipped = world, cfg, max_skipped
         self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
@@ -123,7 +119,7 @@ class Logger:
             names[key] = os.environ.get(f"WANDB_{key.upper()}") or names[key]
         self.wandb = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
         self.wandb_id = self.wandb.id
-        # a resumed run steps back; its own may not
+        # the steps of a run that is resumed go back, which wandb's own may not
         self.wandb.define_metric("*", step_metric="step")
 
     def _try_wandb(self, call, *arguments):
@@ -162,11 +158,10 @@ class Logger:
             self.warn(words)
 
     def start(self, state, rows, given, analysis):
-        """The start-up summary, with the command line; log.jsonl has all settings that are no
-        defaults.
+        """Prints and records the start-up summary.
 
-        state: a train.State; given: the Config as the user gave it; analysis: a
-        flops.ModelAnalysis.
+        What is printed has the command line; log.jsonl has all settings that are no defaults.
+        state: a train.State; given: the user's Config; analysis: a flops.ModelAnalysis.
         """
         self.analysis, self.tokens = analysis, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
@@ -186,8 +181,9 @@ class Logger:
         self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
-        """A checkpoint is complete. A later --resume=auto that finds
-        none looks for this line of the log.
+        """A checkpoint is complete.
+
+        A later --resume=auto that finds none looks for this line of the log.
         """
         self.saved_at = step
         self._make_again()
@@ -195,8 +191,9 @@ class Logger:
         self.record("saved", step)
 
     def _make_again(self):
-        """Where out_dir was removed or moved under the run:
-        makes it and goes on with another log there.
+        """Makes out_dir again if it was removed or moved under the run.
+
+        The run goes on with another log there.
         """
         if not self.file or os.path.exists(self.file.name):
             return
@@ -223,8 +220,8 @@ class Logger:
         words = "none: nothing was saved"
         if self.saved_at is not None:
             words = (
-                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; to go on, the same "
-                "command with "
+                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; "
+                "to go on, the same command with "
             )
             if not stopped:
                 length = "max_tokens" if cfg.max_tokens else "max_steps"
@@ -259,11 +256,10 @@ class Logger:
         return max(0, self.last_step - step) * self.average
 
     def step(self, state, lr, means, began):
-        """Takes a step that was launched -> the ranks' means of `own` at the step read last, see
-        Figures.
+        """Takes a step that was launched -> the ranks' means of `own` at the step read last.
 
-        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment
-        before it.
+        See Figures. state: a train.State after the step; means: its figures.Means; began: a
+        parallel.Moment before it.
         """
         if state.step == LIFELESS:
             self._warn_of_zeros(state)
@@ -272,8 +268,9 @@ class Logger:
         return self.own
 
     def catch_up(self):
-        """Reads every step that was launched; the time until the next
-        one begins is then nobody's.
+        """Reads every step that was launched.
+
+        The time until the next one begins is then no step's.
         """
         self._read_until(0)
         self.mark = None
@@ -358,20 +355,22 @@ class Logger:
             self._warn_once("days", f"{days}; {advice}")
 
     def _warn_of_zeros(self, state):
-        """After some steps: parameters that began at zero and are
-        still there have had no gradient.
+        """Warns, after some steps, of parameters that are zero, as they were at first.
+
+        They have had no gradient.
         """
         found = parallel.all_zero(state.model)
         if found:
             why = (
-                "they were zero at first and had no gradient; is what they are multiplied "
-                "with zero too?"
+                "they were zero at first and had no gradient; "
+                "is what they are multiplied with zero too?"
             )
             self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}")
 
     def _skip_or_refuse(self, step, name, value):
-        """Counts a step that Training.update skipped because of a figure;
-        too many in a row are refused.
+        """Counts a step that Training.update skipped because of a figure.
+
+        Too many in a row are refused.
         """
         self.skipped += 1
         self.skipped_in_a_row += 1
@@ -391,8 +390,9 @@ class Logger:
             )
 
     def _look_for_spike(self, step, loss):
-        """Warns of a loss far above the mean of SETTLED steps before it,
-        at most once in as many.
+        """Warns of a loss far above the mean of SETTLED steps before it.
+
+        It does so at most once in as many steps.
         """
         if len(self.recent_losses) == SETTLED:
             mean = statistics.fmean(self.recent_losses)
@@ -401,17 +401,15 @@ class Logger:
                 self.recent_losses.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
                 words = (
-                    f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: step "
-                    f"{self.saved_at}"
+                    f"{z:.1f} sigma above its mean {mean:.4f}; "
+                    f"last checkpoint: step {self.saved_at}"
                 )
                 self.warn(f"step {step}: loss {loss:.4f} is {words}")
         self.recent_losses.append(loss)
 
 
 def numbers(name, value):
-    """Yields (path, number) of the finite numbers in a dict, also in dicts in it,
-    such as of extras.
-    """
+    """Yields (path, number) of the finite numbers in a dict and in its dicts, such as extras."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from numbers(f"{name}/{key}", inner)
@@ -420,8 +418,9 @@ def numbers(name, value):
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
-    """Yields the items until stop(). Rank 0 shows a bar on a terminal;
-    bar=False: after SILENT seconds.
+    """Yields the items until stop().
+
+    Rank 0 shows a bar on a terminal; bar=False: only after SILENT seconds.
     """
     rare = {} if bar else dict(delay=SILENT, mininterval=SILENT)
     hidden = not is_rank_0() or not sys.stderr.isatty()
@@ -432,8 +431,9 @@ def progress(iterable, label, total=None, stop=lambda: False, bar=True):
 
 
 def fitting(parts, droppable):
-    """The parts {name: text} in one line; on a narrow terminal without
-    those that are droppable, in turn.
+    """The parts {name: text} in one line.
+
+    On a narrow terminal it leaves out those that are droppable, in turn.
     """
     shown = dict(parts)
     for name in droppable:

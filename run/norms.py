@@ -1,6 +1,4 @@
-"""--norms_interval: the RMS of each matrix' weight, gradient and update,
-to see where a spike comes from.
-"""
+"""--norms_interval: RMS of each matrix' weight, gradient and update, to see how a spike begins."""
 
 import contextlib
 import functools
@@ -18,11 +16,11 @@ PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # layers that hold 
 
 
 class Norms:
-    """Measures at an interval of steps; no host waits for it, since a line is written when its step
-    is read.
+    """Measures at an interval of steps.
 
-    The update is the difference from a copy of the weights, of each rank's own rows. That lies
-    where the activations lay, which the backward has freed.
+    No host waits for it, since a line is written when its step is read. The update is the
+    difference from a copy of the weights, of each rank's own rows. That lies where the activations
+    lay, which the backward has freed.
     """
 
     def __init__(self, model, cfg, log):
@@ -31,9 +29,7 @@ class Norms:
 
     @contextlib.contextmanager
     def around_update(self, step):
-        """Around an optimizer's step: the weights before it, the gradients that it takes,
-        and its update.
-        """
+        """Around an optimizer's step: the weights before it, its gradients and its update."""
         if not self.interval or step % self.interval:
             yield
             return
@@ -72,8 +68,11 @@ class Norms:
 
 
 def named_matrices(model, cfg):
-    """{name: optim.Matrix} of trained weights;
-    of more than two dimensions, such as a stack, all in one.
+    """{name: optim.Matrix} of trained weights.
+
+    A weight of more than two dimensions, such as a stack, is one matrix.
+
+    One of more than two dimensions, such as a stack, is one matrix.
     """
     found = {}
     for name, p in model.named_parameters():

@@ -1,5 +1,4 @@
-"""Resharding: the tensors of a checkpoint, which any number of ranks saved, read by rows on any
-other number.
+"""Resharding: a checkpoint's tensors, saved by any number of ranks, read by rows on any other.
 
 Of a sharded model each rank writes its rows into files of its own, whose headers say which rows of
 how many.
@@ -27,9 +26,7 @@ TABLES = ("wte.weight", "head.weight", "values.weight")
 
 
 class SavedTensor:
-    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU,
-    saved[...] reads all.
-    """
+    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU, saved[...] all."""
 
     def __init__(self, name, parts, rows=None):
         """parts: [(first row, slice of safetensors)].
@@ -72,10 +69,10 @@ class SavedTensor:
 
 
 def open_folder(folder):
-    """({group: {name: SavedTensor}}, state) of a checkpoint; a group is a file, or a file of each
-    rank.
+    """({group: {name: SavedTensor}}, state) of a checkpoint.
 
-    state: of state.json, and as "values" that of values.json, which older checkpoints lack.
+    A group is a file, or a file of each rank. state: of state.json, and as "values" that of
+    values.json, which older checkpoints lack.
     """
     parts = {}  # {(group, name): (parts of a SavedTensor, its rows)}
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -119,11 +116,10 @@ def persistent_buffers(model):
 
 
 def check_model_tensors(model, tensors, may_lack=()):
-    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model, padding rows
-    aside.
+    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model.
 
-    They are of its parameters and its persistent buffers; may_lack: names of which there may be
-    none.
+    They are of its parameters and its persistent buffers; the number of padding rows may be
+    another. may_lack: names of which there may be none.
     """
     own = dict(model.named_parameters()) | persistent_buffers(model)
     wrong = []
@@ -142,8 +138,9 @@ def check_model_tensors(model, tensors, may_lack=()):
 
 
 def load_model_tensors(model, tensors, may_lack=()):
-    """Copies {name: tensor or SavedTensor}, on each rank its rows; padding rows that they lack are
-    zeros.
+    """Copies {name: tensor or SavedTensor} into a model, on each rank its rows.
+
+    Padding rows that they lack are zeros.
 
     may_lack: names that keep their values where there are none. Returns those that did.
     """

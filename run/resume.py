@@ -1,6 +1,4 @@
-"""Where a run starts: afresh in an unused folder, or at a checkpoint,
-of which everything is restored.
-"""
+"""Where a run starts: afresh in an unused folder, or at a checkpoint that is restored whole."""
 
 import dataclasses
 import os
@@ -17,8 +15,8 @@ from scale import parallel
 from system import files
 from system.errors import UserError, warn
 
-# settings beside checkpoint.SCHEDULE that decide what is trained and may be others at a resume,
-# which is told
+# settings beside checkpoint.SCHEDULE that decide what is trained and may change at a resume: a row
+# of the start-up summary names those that do
 FREE = (
     "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head momentum_warmup"
 ).split()
@@ -45,7 +43,7 @@ class Start:
         self.state = {}
         self.weights = None
         self.evaluated = None  # the step after which all evaluations that were due have run
-        # the folder, unless it is another run's, or is saved again after the evaluations
+        # the folder; None if it is another run's, or is to be saved again after the evaluations
         self.saved = None
         self.wandb_id = None  # of the run that goes on in wandb
         if self.folder:
@@ -60,9 +58,7 @@ class Start:
         self.saved_at = self.step if self.saved else None
 
     def check(self, cfg):
-        """Raises UserError unless the checkpoint is of a run with this model, optimizer,
-        dtype and length.
-        """
+        """Raises UserError unless the checkpoint has this model, optimizer, dtype and length."""
         if not self.folder:
             return
         warn(source.warning(self.folder))  # now: an edited model may not fit the checkpoint
@@ -123,9 +119,8 @@ class Start:
             state.tokens = position["rows"] * position["block_size"]
         ranks = self.state["world_size"]
         rng = self.tensors.get("rng", {})
-        if ranks != world.size or not checkpoint.load_rank_tensors(
-            rng, model, world.rank, world.device
-        ):
+        rank, device = world.rank, world.device
+        if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, rank, device):
             self.warnings.append(
                 f"saved by {ranks} ranks: random numbers and fp8's scales start afresh"
             )
@@ -156,10 +151,11 @@ class Start:
         return warnings
 
     def prepare_out_dir(self):
-        """On rank 0, not in a dry run: clears out_dir for a new run,
-        and keeps the code of this run in it.
+        """Clears out_dir for a new run, and keeps the code of this run in it.
+
+        It is called on rank 0, and not in a dry run.
         """
-        # which another run may have made, and filled, since __init__
+        # another run may have made out_dir, and filled it, since __init__
         with files.writable(self.out_dir):
             found = checkpoint_folders.folders(self.out_dir)
             if not self.folder and (self.resume == "none" or found):
@@ -225,17 +221,17 @@ def claim(out_dir, resume, overwrite, dry_run):
     elif resume == "auto":  # a run that was killed before its first checkpoint begins again
         if not found and '"kind": "saved"' in text:
             wrong = (
-                "has a log that names checkpoints, and holds none; bring one back or give "
-                "another out_dir"
+                "has a log that names checkpoints, and holds none; "
+                "bring one back or give another out_dir"
             )
     elif used and not found:
         wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
     elif used and found.resolve().parent != out_dir.resolve():
         wrong = (
-            f"holds another run than {found}; try another --out_dir, or --resume=auto "
-            "for the run there"
+            f"holds another run than {found}; "
+            "try another --out_dir, or --resume=auto for the run there"
         )
-    # else the newer ones are damaged
+    # where resume is a run's folder, the newer ones are damaged
     elif newest and newest.name > found.name and found == Path(resume):
         wrong = f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
     if wrong:

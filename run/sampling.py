@@ -1,5 +1,4 @@
-"""Continues text with a model, token by token, with a KV cache: keys and values of earlier tokens
-are kept.
+"""Continues text with a model, token by token; a KV cache holds keys and values of earlier ones.
 
 The cache goes around attn.core, as scale/ does, and proves itself on the model as it is, or is left
 out; the model's own forward runs, told the positions of the new tokens, not compiled, on a GPU as
@@ -24,9 +23,7 @@ TRIAL_TOKENS = 512  # of the trial in which a KV cache proves itself
 
 
 def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n strings that continue `prompt`, which they include;
-    each ends at the end of its document.
-    """
+    """n strings that continue `prompt`, and include it; each ends at the end of its document."""
     ids = torch.tensor(
         [[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model)
     )
@@ -37,8 +34,7 @@ def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed)
 
 
 class Printer:
-    """Prints texts as a model writes them, with the settings of a sample.Config; counts tokens and
-    seconds.
+    """Prints texts as a model writes them, by a sample.Config; counts tokens and seconds.
 
     quiet: prints nothing. It needs the autocast context of the run, also to be made.
     """
@@ -96,11 +92,10 @@ class Printer:
 
 
 def pieces(decode, before, ids):
-    """Yields the text of the ids that follow the list `before`; an incomplete character waits for
-    its rest.
+    """Yields the text of the ids that follow the list `before`.
 
-    The piece before is decoded again with each new one: some tokenizers drop the space that begins
-    a text.
+    An incomplete character waits for its rest. The piece before is decoded again with each new one:
+    some tokenizers drop the space that begins a text.
     """
     new = []
     for i in ids:
@@ -165,22 +160,21 @@ def draw_token(logits, temperature, top_k, generator):
     """Samples one id a row from logits (B, V) -> (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
-    # so that a tiny one does not overflow
+    # the largest becomes 0, so that a tiny temperature does not overflow
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
     shares = logits.softmax(-1)
-    # as multinomial, which would wait
+    # as torch.multinomial draws, which would make the host wait
     noise = torch.empty_like(shares).exponential_(generator=generator)
     return ids.gather(1, (shares / noise).argmax(-1, keepdim=True)).squeeze(1)
 
 
 @torch.no_grad()
 def make_cache(model, ids, temperature=0, top_k=None, rows=1):
-    """A KVCache; None, with a warning, for an edited model that it does not suit. ids: (T,), of a
-    prompt.
+    """A KVCache; None, with a warning, for an edited model that it does not suit.
 
-    In a trial the logits of random ids are computed in three pieces, as a cache does, and as a
-    whole.
+    ids: (T,), of a prompt. In a trial the logits of random ids are computed in three pieces, as a
+    cache does, and as a whole.
     """
     idx = trial_ids(model.cfg, ids)
     T = idx.size(1)
@@ -199,7 +193,7 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1):
         if not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         return without("a KV cache", reason)
-    # in bf16 0.02, in float32 1e-6
+    # where a cache suits, the ratio below is 0.02 in bf16, 1e-6 in float32
     most = 0.1 if torch.is_autocast_enabled(idx.device.type) else 0.005
     if not (torch.cat(found, 1) - expected).std() <= most * expected.std():
         return without("a KV cache", "model.py mixes tokens outside of attn.core")
@@ -213,8 +207,9 @@ def make_cache(model, ids, temperature=0, top_k=None, rows=1):
 
 
 def trial_ids(cfg, prompt):
-    """(1, T) random ids for a trial; the first of the prompt, perhaps a separator,
-    comes in between.
+    """(1, T) random ids for a trial.
+
+    The first id of the prompt, perhaps a separator, comes in between.
     """
     T = min(cfg.block_size, TRIAL_TOKENS)
     ids = torch.randint(cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
@@ -258,10 +253,10 @@ class KVCache:
         self.graph = None
 
     def steps(self, ids, known, end, seed, lengths=None):
-        """Yields the ids after the first `known` of ids (B, T), up to `end`, on the host if there
-        is a GPU.
+        """Yields the ids after the first `known` of ids (B, T), up to `end`.
 
-        lengths: of the rows, see `steps` of this file; None: all are as long as `known`.
+        If ids is on a GPU, they come on the host. lengths: of the rows, see `steps` of this file;
+        None: all are as long as `known`.
         """
         last = known - 1
         if lengths is not self.lengths:
@@ -269,7 +264,7 @@ class KVCache:
             self.graph = None
         alike = (self.ids[:, : last + 1] == ids[:, : last + 1]).all(0).cumprod(0).sum()
         first = min(self.length, last, int(alike))
-        # in steps of 32, for few shapes
+        # a multiple of 32 tokens behind `first`, so that there are few shapes
         stop = min(last + (first - last) % 32, self.model.cfg.block_size)
         self.make_room(max(stop, end - 1))
         self.length = first
@@ -285,8 +280,9 @@ class KVCache:
         yield from drawn
 
     def make_room(self, tokens):
-        """Room for so many tokens, or up to twice as many:
-        a text that grows takes few new graphs.
+        """Makes room for so many tokens, or up to twice as many.
+
+        A text that grows then takes few new graphs.
         """
         if tokens > self.size:
             self.size = min(1 << (tokens - 1).bit_length(), self.model.cfg.block_size)
@@ -295,8 +291,9 @@ class KVCache:
                 self.keys_values[call] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
 
     def step(self):
-        """The next ids, (B,). Before the graph is captured, a step runs as it is,
-        which compiles all.
+        """The next ids, (B,).
+
+        Before the graph is captured, a step runs as it is, which compiles all.
         """
         if self.graph:
             self.graph.replay()
@@ -305,7 +302,7 @@ class KVCache:
             if self.use_graph:
                 self.graph = torch.cuda.CUDAGraph()
                 self.graph.register_generator_state(self.generator)
-                # a run has threads
+                # not "global", since a run has other threads
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.draw()
         self.length += 1
@@ -322,18 +319,14 @@ class KVCache:
         self.ids.index_copy_(1, self.position, new)
 
     def forward(self, idx, positions, of=slice(-1, None)):
-        """(B, T) ids at positions (T,), behind those in the cache ->
-        logits `of` some, (B, n, V).
-        """
+        """(B, T) ids at positions (T,), behind the cached -> logits `of` some, (B, n, V)."""
         self.calls.clear()
         with self.in_place_of_cores(positions), torch.compiler.set_stance("force_eager"):
             return self.model.logits(idx, of, positions)
 
     @contextlib.contextmanager
     def in_place_of_cores(self, positions):
-        """Within it, `attend` stands in place of each attn.core,
-        and `previous` of each Previous.core.
-        """
+        """Within it, `attend` stands for each attn.core, and `previous` for each Previous.core."""
         modules = [*self.attentions, *self.shifts]
         before = [vars(module).get("core") for module in modules]
         for module in self.attentions:
@@ -360,9 +353,7 @@ class KVCache:
         return self.before[call].index_select(-2, positions)
 
     def attend(self, positions, module, core, q, k, v, *options):
-        """attn.core for the tokens at `positions`, q: (B, H, T, D);
-        k, v: (B, H_kv, T, D) -> as q.
-        """
+        """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
         call = module, self.calls[module]  # a block may be used several times
         self.calls[module] += 1
@@ -377,7 +368,7 @@ class KVCache:
         kept.index_copy_(3, positions, torch.stack((k, v)))
         if T > 1 and self.length == 0:
             return core(q, k, v, *options)
-        # few kernels take groups and a mask
+        # repeated, since few kernels take both groups and a mask
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)
         seen = self.places[: self.size] <= positions[:, None]
         return F.scaled_dot_product_attention(q, keys, values, seen)

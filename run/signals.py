@@ -1,5 +1,4 @@
-"""Signals, and ranks that fail, die or hang: a run stops after a step, or all its ranks end with
-one error.
+"""Signals, and ranks that fail, die or hang: a run stops after a step, or ends with one error.
 
 A thread notes signals, looks for ranks that died or hang, and learns of other ranks' errors through
 the process group's store: the first error is printed once, and all end with its exit code. Ctrl-C
@@ -67,7 +66,7 @@ class Watch(contextlib.ExitStack):
                 descriptor = os.pidfd_open(int(self._store.get(f"process/{peer}")))
                 self._peers[descriptor] = peer
                 self._undo.callback(os.close, descriptor)
-        # gets signals' numbers, also while the main thread is in C++
+        # signals' numbers arrive in it, also while the main thread is in C++
         self._pipe, self._pipe_end = os.pipe()
         os.set_blocking(self._pipe_end, False)
         self._undo.callback(os.close, self._pipe)
@@ -78,8 +77,7 @@ class Watch(contextlib.ExitStack):
         self._undo.callback(signal.set_wakeup_fd, wakeup)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        # Only that thread gets signals now. Processes inherit the mask, so Ctrl-C does not kill a
-        # compiler.
+        # Only that thread gets signals now. Processes inherit the mask: Ctrl-C kills no compiler.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
@@ -132,7 +130,7 @@ class Watch(contextlib.ExitStack):
                 f"step {self._step}: lost another rank ({lost}; timeout_s={self.timeout_s})"
             )
             error.exit_code = 1
-        # from here on; until then the thread may still find which rank was lost
+        # only from here on: until now the thread may still have found which rank was lost
         self._failing = True
         if isinstance(error, SystemExit):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
@@ -165,8 +163,11 @@ class Watch(contextlib.ExitStack):
                 time.sleep(0.05)
 
     def _leave_store(self, wait):
-        """Rank 0, whose process may hold the store,
-        waits at an error until the others have read it.
+        """At an error, rank 0 waits until the other ranks have read it.
+
+        Its process may hold the store.
+
+        Its process may hold the store.
         """
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self.world.rank}", "")
@@ -174,9 +175,7 @@ class Watch(contextlib.ExitStack):
                 self._wait([f"ended/{rank}" for rank in range(self.world.size)], PATIENCE + 8)
 
     def _watch(self):
-        """The thread: signals and ranks that end wake it up,
-        and it looks at the store now and then.
-        """
+        """The thread: signals and ranks that end wake it, and it looks at the store at times."""
         poll = select.poll()
         for descriptor in (self._pipe, *self._peers):
             poll.register(descriptor, select.POLLIN)
@@ -206,7 +205,7 @@ class Watch(contextlib.ExitStack):
     def _on_signal(self, number):
         if self.asked and time.monotonic() - self._asked_at > TWICE:
             tell(f"{self._where()}: a second signal")
-            # checkpoints are whole or not there
+            # at once, which is safe: checkpoints are whole or not there
             leave(128 + number, "a second signal", at_once=True)
         name = signal.Signals(number).name
         nothing_done = number == signal.SIGINT and self._steps_begun <= 1

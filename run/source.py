@@ -1,8 +1,8 @@
-"""The code of a run: model.py, kernels.py and a digest of every source, in out_dir and in each
-checkpoint.
+"""The code of a run: model.py, kernels.py and a digest of every source.
 
-train.py imports this file before those whose import takes seconds: it notes the sources as they are
-when the process begins, and `check` tells whether a file was edited before it was imported.
+It is kept in out_dir and in each checkpoint. train.py imports this file before those whose import
+takes seconds: it notes the sources as they are when the process begins, and `check` tells whether a
+file was edited before it was imported.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from system.errors import UserError
 
 HERE = Path(__file__).parent.parent
 COPIED = ("model.py", "kernels.py")
-# in this order: copies without source.json beside them are a user's own
+# written in this order: copies without source.json beside them are a user's own
 KEPT = ("source.json", *COPIED)
 FOLDERS = (".", "corpus", "fast", "measure", "run", "scale", "system")
 
@@ -36,8 +36,9 @@ _imported = set()  # files that `check` has seen
 
 
 def check():
-    """Raises UserError for a file, imported since the last call,
-    that was edited after the process began.
+    """Raises UserError for a file that was edited between the process's start and its import.
+
+    It looks at those that were imported since the last call.
     """
     names = set()
     for path in imported_files():
@@ -88,8 +89,9 @@ def record(out_dir):
 
 
 def warning(folder):
-    """How model.py, kernels.py and fast/ differ from what a run's or
-    checkpoint's folder keeps, or None.
+    """How model.py, kernels.py and fast/ differ from those that a folder keeps, or None.
+
+    folder: of a run or a checkpoint.
     """
     try:
         then = files.read_json(Path(folder) / "source.json", form={"files": {str: files.sha256}})[
@@ -99,8 +101,6 @@ def warning(folder):
         return None
     changed = (path for path in sorted(then | BEGAN) if then.get(path) != BEGAN.get(path))
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
-    return (
-        f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it"
-        if found
-        else None
-    )
+    if not found:
+        return None
+    return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it"

@@ -1,11 +1,10 @@
-"""What an optimizer and a run's own objects hold, as tensors and JSON; made again from them, of any
-type.
+"""What an optimizer and a run's own objects hold, as tensors and JSON; made again from them.
 
-A value is a tensor, a number, a text, True, False, None, or a list, tuple or dict of values. JSON
-holds it as it is, but for {"tensor": its name, ...}, {"parameter": name}, {"float": text} and
-{"tuple", "size", "dict" or "ordered": items}. Tensors of a parameter's shape, and DTensors, are
-saved and read by rows on any number of ranks. Others are a rank's own: saved once where they are
-bitwise the same on all ranks, else by each rank.
+The objects may be of any type. A value is a tensor, a number, a text, True, False, None, or a list,
+tuple or dict of values. JSON holds it as it is, but for {"tensor": its name, ...}, {"parameter":
+name}, {"float": text} and {"tuple", "size", "dict" or "ordered": items}. Tensors of a parameter's
+shape, and DTensors, are saved and read by rows on any number of ranks. Others are a rank's own:
+saved once where they are bitwise the same on all ranks, else by each rank.
 """
 
 import hashlib
@@ -45,8 +44,8 @@ class CheckpointError(UserError):
 class Packer:
     """Makes JSON of values and collects their tensors.
 
-    by_rows: {name: tensor} of those that any number of ranks may read by rows; others: a rank's
-    own.
+    by_rows: {name: tensor} of those that any number of ranks may read by rows; others: the same of
+    those that are a rank's own.
     """
 
     def __init__(self, model):
@@ -59,8 +58,9 @@ class Packer:
         self.checked = []  # what must be finite
 
     def pack(self, value, name, like=None):
-        """The JSON of a value. name: of its tensors;
-        like: the parameter that it belongs to, if to one.
+        """The JSON of a value.
+
+        name: of its tensors; like: the parameter that it belongs to, if to one.
         """
         kind = type(value)
         if torch.is_tensor(value):
@@ -121,8 +121,9 @@ class Packer:
 
 
 def pack_optimizer(optimizer, packer):
-    """The JSON of an optimizer: states, and what of its groups and
-    attributes its own steps have changed.
+    """The JSON of an optimizer.
+
+    It holds the states, and what of its groups and attributes its own steps have changed.
     """
     found = []
     for number, part in enumerate(parts_of(optimizer)):
@@ -195,8 +196,9 @@ def load_part(optimizer, unpacker, packed):
 
 
 def packed_of_older(parts, unpacker):
-    """What pack_optimizer had found, of a checkpoint without JSON:
-    {"<parameter>.<state>": tensor}.
+    """What pack_optimizer would have found, of a checkpoint without JSON.
+
+    Such a checkpoint has {"<parameter>.<state>": tensor}.
     """
     found = []
     owner = {}  # {parameter: its optimizer's states}
@@ -248,8 +250,11 @@ def load_own(own, unpacker):
 
 
 def attributes_and_groups(optimizer):
-    """[{name: value} of the attributes, of the first group, ...],
-    without what PyTorch and the loop set.
+    """[{name: value} of the attributes, of the first group, ...].
+
+    What PyTorch and the loop set is left out.
+
+    They are without what PyTorch and the loop set.
     """
     found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
     for group in optimizer.param_groups:
@@ -258,9 +263,7 @@ def attributes_and_groups(optimizer):
 
 
 def is_state(value):
-    """Whether an attribute may be a state of the optimizer:
-    a value, and none that holds parameters.
-    """
+    """Whether an attribute may be a state of the optimizer: a value that holds no parameters."""
     kind = type(value)
     if kind in MAPPINGS.values():
         return all(is_state(key) and is_state(item) for key, item in value.items())
@@ -288,8 +291,9 @@ def changed_by_steps(optimizer):
 
 
 def fingerprint(value):
-    """A text that tells two values apart, by the bytes of their tensors;
-    of DTensors those of this rank.
+    """A text that tells two values apart, by the bytes of their tensors.
+
+    Of DTensors it takes those of this rank.
     """
 
     def of_tensor(tensor):
@@ -300,10 +304,10 @@ def fingerprint(value):
 
 
 def shared_and_own(packed, packer, model):
-    """(JSON of values.json, {name: tensor} that all ranks have, of this rank alone) of what was
-    packed.
+    """What was packed, as JSON of values.json, tensors that all ranks have, and this rank's own.
 
-    All ranks call it. Raises CheckpointError where they do not hold the same tensors by rows.
+    The tensors are {name: tensor}. All ranks call it. Raises CheckpointError where they do not hold
+    the same tensors by rows.
     """
     rank, ranks = parallel.rank_and_size()
     rows = {name: f"{list(t.shape)} {t.dtype}" for name, t in packer.by_rows.items()}
@@ -342,8 +346,9 @@ class Unpacker:
     """
 
     def __init__(self, what, saved, tensors, model):
-        """what: in words, for errors; saved: shared_and_own's JSON;
-        tensors: {name: SavedTensor}.
+        """what: the saved thing in words, for errors.
+
+        saved: shared_and_own's JSON; tensors: {name: SavedTensor}.
         """
         rank, ranks = parallel.rank_and_size()
         self.what = what
@@ -366,8 +371,11 @@ class Unpacker:
         return CheckpointError(f"{self.what} do not fit the model: {why}")
 
     def unpack(self, node, like=None, there=None):
-        """The value. like: the parameter that it belongs to;
-        there: what is in its place, to be filled.
+        """The value of a node of JSON.
+
+        like: the parameter that it belongs to; there: what is in its place, to be filled.
+
+        like: the parameter that it belongs to; there: what is in its place, to be filled.
         """
         if isinstance(node, list):
             node = {"list": node}

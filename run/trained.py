@@ -1,6 +1,4 @@
-"""Loads a trained model and its tokenizer, from a checkpoint or Hugging Face weights,
-for the scripts.
-"""
+"""Loads a trained model and its tokenizer for scripts: a checkpoint or Hugging Face weights."""
 
 import os
 from dataclasses import replace
@@ -21,7 +19,7 @@ def load(cfg):
     if cfg.parallel == "fsdp" and not launched():
         raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
-    # all have connected: a rank that ends on a mistake below breaks no other's connection
+    # waits until all have connected: then a rank that ends on a mistake below breaks no connection
     parallel.barrier()
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
@@ -36,8 +34,9 @@ def load(cfg):
 
 
 def load_model(cfg, world, precision):
-    """(model, its tokenizer's name or file), with weights in bf16 for that precision,
-    else in float32.
+    """(model, its tokenizer's name or file).
+
+    The weights are in bf16 for that precision, else in float32.
     """
     if cfg.checkpoint is None:
         tensors, shape, name = hf.open_hf(cfg.pretrained)
@@ -59,8 +58,6 @@ def other(cfg):
 
 
 def folders(cfg, tokenizer):
-    """Where Hugging Face's files may lie: beside the tokenizer, if it is a file,
-    and beside the weights.
-    """
+    """Where Hugging Face's files may lie: beside the tokenizer's file, if any, and the weights."""
     weights = hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)
     return [tokenizer.folder, weights] if tokenizer.folder else [weights]

@@ -1,8 +1,7 @@
-"""How a process ends: with one line and an exit code, on every rank; and the console, which ends
-none.
+"""How a process ends: with one line and an exit code, on every rank.
 
-Every script calls `start` before its large imports, through configurator.parse, and then `run`.
-Imports nothing of this repository.
+The console is here too; it ends no process. Every script calls `start` before its large imports,
+through configurator.parse, and then `run`. Imports nothing of this repository.
 """
 
 import atexit
@@ -63,8 +62,9 @@ class Rank(NamedTuple):
 
 
 def launched():
-    """Whether torchrun started this process, which RANK alone tells:
-    SLURM and containers set WORLD_SIZE.
+    """Whether torchrun started this process.
+
+    RANK alone tells: SLURM and containers set WORLD_SIZE.
     """
     return bool(os.environ.get("RANK"))
 
@@ -94,11 +94,10 @@ def is_rank_0():
 
 
 class Console(io.TextIOWrapper):
-    """stdout or stderr, which ends no run: what it cannot write is lost, and its last error is
-    `lost`.
+    """stdout or stderr, which ends no run: what it cannot write is lost.
 
-    It may be closed, on a full disk, or a pipe that nobody reads. What its encoding lacks is
-    escaped.
+    `lost` is its last error. The stream may be closed, on a full disk, or a pipe that nobody reads.
+    What its encoding lacks is escaped.
     """
 
     lost = None
@@ -125,8 +124,9 @@ class Console(io.TextIOWrapper):
 
 
 def say(*words, sep=" ", end="\n"):
-    """Prints what a script is for, which ends where nobody reads it
-    (`| head`) or it cannot be written.
+    """Prints what a script is for.
+
+    The script ends where nobody reads it (`| head`) or it cannot be written.
     """
     print(*words, sep=sep, end=end, flush=True)
     lost = getattr(sys.stdout, "lost", None)
@@ -143,11 +143,9 @@ def warn(words):
 
 
 def open_closed():
-    """Opens those of stdin, stdout and stderr that were closed before the start (2>&-) as the null
-    device.
+    """Opens stdin, stdout and stderr as the null device where they were closed at the start (2>&-).
 
-    Else files of the run would get their numbers, and what C code prints would be written into
-    them.
+    Else files of the run would get their numbers, and C code would print into them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -160,8 +158,9 @@ def open_closed():
 
 
 def start():
-    """Prepares a process for its end: consoles, Ctrl-C in the imports,
-    the death of torchrun, open files.
+    """Prepares a process for its end.
+
+    That is: its consoles, Ctrl-C in the imports, the death of torchrun, the limit on open files.
     """
     open_closed()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -182,7 +181,7 @@ def start():
 
 def allow_open_files():
     """Raises the limit on open files; UserError if it cannot be raised to what a run needs."""
-    # -1: no limit
+    # no limit, which is -1, becomes a large number
     soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if hard < 64:
         raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
@@ -203,8 +202,9 @@ def run(main, cfg):
 
 @contextlib.contextmanager
 def in_one_line():
-    """Turns a UserError into lines on one rank's stderr, a message in torchrun's report,
-    and an exit code.
+    """Turns a UserError into lines on one rank's stderr and an exit code.
+
+    Under torchrun it also becomes a message in torchrun's report.
     """
     try:
         yield
@@ -231,7 +231,7 @@ def leave(code, message=None, at_once=False):
             Path(report).write_text(json.dumps({"message": words}))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        # Python's own flush at the end, which would raise, goes nowhere
+        # Python's own flush at the end, which would raise, then goes nowhere
         if getattr(stream, "lost", None):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if at_once or launched():
@@ -248,8 +248,9 @@ def leave_as_error():
 
 
 def leave_with_torchrun():
-    """Ends this process, if it is a rank, within a second after torchrun was killed,
-    from the imports on.
+    """Ends this process, if it is a rank, within a second after torchrun was killed.
+
+    It does so from the imports on.
     """
     parent = os.getppid()
     with contextlib.suppress(OSError):  # Linux alone has /proc

@@ -1,6 +1,4 @@
-"""Files: written atomically, locked, read as JSON of an expected form, hashed;
-without an import of torch.
-"""
+"""Files: written atomically, locked, read as JSON of an expected form, hashed; without torch."""
 
 import contextlib
 import fcntl
@@ -34,8 +32,9 @@ def write_atomic(path, data):
 
 
 def leftovers(folder, ours):
-    """What a killed write_atomic has left in a folder of the files
-    for whose names ours(name) is true.
+    """What a killed write_atomic has left in a folder.
+
+    It looks for files for whose names ours(name) is true.
     """
     found = []
     for path in sorted(Path(folder).iterdir()):
@@ -47,9 +46,7 @@ def leftovers(folder, ours):
 
 @contextlib.contextmanager
 def by_umask(path):
-    """What is written to `path` inside has the mode of a new file;
-    safetensors gives its own 0600.
-    """
+    """What is written to `path` inside has the mode of a new file; safetensors gives 0600."""
     path.touch()
     mode = path.stat().st_mode
     yield
@@ -57,9 +54,7 @@ def by_umask(path):
 
 
 def sync(path):
-    """Flushes a file, or a folder's list of names, to the disk,
-    so that it survives a power failure.
-    """
+    """Flushes a file, or a folder's list of names, to the disk, to survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,11 +78,10 @@ def no_link(path, flags):
 
 
 class Lock(contextlib.ExitStack):
-    """The lock (flock) of the one run that may write in out_dir: taken if that exists, else by
-    take().
+    """The lock (flock) of the one run that may write in out_dir.
 
-    It is on out_dir/run.lock, and on the folder itself, where it also holds when the file is
-    removed; NFS has no locks on folders.
+    It is taken if out_dir exists, else by take(). It is on out_dir/run.lock, and on the folder
+    itself, where it also holds when the file is removed; NFS has no locks on folders.
     """
 
     def __init__(self, out_dir):
@@ -137,8 +131,9 @@ def write_json(path, value):
 
 
 def read_json(path, error=UserError, form=lambda value: True):
-    """The value in a JSON file; raises `error`, a kind of UserError, unless it is of `form`,
-    see misfits.
+    """The value in a JSON file; raises `error` unless it is of `form`, see misfits.
+
+    error: a kind of UserError.
     """
     if not os.path.isfile(path) and os.path.exists(path):
         raise error(f"{path}: a folder, a pipe or a device; expected a file")
@@ -186,8 +181,7 @@ def misfits(value, form, at=""):
     """Yields the places where a value of JSON is not of `form`, in words.
 
     form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an
-    object, in which names with ? may be absent and others are free; {str: form} for one of any
-    names.
+    object, where names with ? may be absent and others are free; {str: form} for any names.
     """
     where = at or "it"
     if isinstance(form, dict) and isinstance(value, dict):
@@ -219,14 +213,12 @@ def misfits(value, form, at=""):
 
 
 def patiently(call, *args, **options):
-    """A call of huggingface_hub or datasets,
-    up to five times at a server's error or half a file.
-    """
+    """Calls huggingface_hub or datasets, up to five times at a server's error or half a file."""
     for wait in (1, 2, 4, 8, None):
         try:
             return call(*args, **options)
-        # LocalEntryNotFoundError: nothing is cached, because of its cause
         except Exception as error:
+            # the cause of a LocalEntryNotFoundError (nothing is cached) is the server's error
             causes = (error, error.__cause__)
             busy = any(
                 getattr(getattr(e, "response", None), "status_code", 0) >= 500 for e in causes
