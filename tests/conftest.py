@@ -26,6 +26,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # else a pool of processes that import torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# else C++ with SIMD, whose headers and probes of the CPU are a third of the compiler's time
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 interpreter.hasten()
 

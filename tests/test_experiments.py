@@ -73,7 +73,9 @@ def cases(quick):
         for own in module.PATCHES:
             slow = own.sample is None or bool(set(own.modes) - set(own.sample))
             if not (quick and own.sample is None):
-                modes = own.sample if quick else tuple(dict.fromkeys((*(own.sample or ()), *own.modes)))
+                modes = (
+                    own.sample if quick else tuple(dict.fromkeys((*(own.sample or ()), *own.modes)))
+                )
                 marks = [pytest.mark.slow] * (slow and not quick)
                 found.append(pytest.param(module, own, modes, id=own.name, marks=marks))
     return found
