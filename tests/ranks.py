@@ -136,7 +136,7 @@ class _Pool:
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
         """timeout, s, for all; grace, s that others have to end once a rank has failed,
-        before a kill.
+        before a kill; imports: modules that the server is to have imported, as far as they exist.
         """
         request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
         request["env"] = environment()
@@ -190,15 +190,22 @@ def serve():
     ) in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank
-    threads = Path("/proc/self/task")
-    alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
     for line in sys.stdin:
         request = json.loads(line)
-        begin = forked if alone else spawned  # with CUDA an import starts a thread: no fork is safe
+        for module in request.get("imports", ()):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        begin = forked if alone() else spawned  # with CUDA an import starts a thread
         pids = [begin(rank, request) for rank in range(max(request["ranks"], 1))]
         codes, first = wait_for(pids, request["timeout"], request["grace"])
         replies.write(json.dumps({"codes": codes, "first": first}) + "\n")
         replies.flush()
+
+
+def alone():
+    """Whether this process has one thread, without which no fork is safe."""
+    threads = Path("/proc/self/task")
+    return not threads.is_dir() or len(list(threads.iterdir())) == 1
 
 
 def forked(rank, request):

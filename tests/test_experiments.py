@@ -60,6 +60,8 @@ CHANGES = {  # of the settings in each mode that is a run of train.py
 ON_MASKS = (patch.MASKED, patch.ACCUMULATED, patch.DDP, patch.RESUMED_DDP)
 GOES_ON = {patch.RESUMED: "eager", patch.RESUMED_DDP: patch.DDP, patch.RESUMED_FSDP: patch.FSDP}
 SAME_ORDER = (patch.BLOCK, patch.SELECTIVE, patch.ATTENTION)
+# what an export imports to compare logits, a second that its patches share
+CONVERTS = ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2")
 LOSS, SAME_LOSS, MOMENT, EFFECT = 1e-5, 4e-6, 1e-4, 1e-3
 
 
@@ -157,13 +159,16 @@ class Runs:
             if patch.MASKED in modes:
                 plain["plain masked"] = self.words(patch.MASKED), self.shards[True]
         where = self.module.__name__, self.own.name
-        self.ask(0, "alone", *where, words, plain, self.folder / "eager", tuple(modes))
+        imports = CONVERTS if patch.EXPORTED in modes else ()
+        out = self.folder / "eager"
+        self.ask(0, "alone", *where, words, plain, out, tuple(modes), imports=imports)
         many = {mode: self.words(mode) for mode in patch.RANKS if mode in modes}
         if many:
             self.ask(2, "over_ranks", many, [ranks.free_port() for _ in many])
 
-    def ask(self, number, function, *arguments):
-        done, values = ranks.attempt(number, getattr(inside, function), self.sources, *arguments)
+    def ask(self, number, function, *arguments, **limits):
+        function = getattr(inside, function)
+        done, values = ranks.attempt(number, function, self.sources, *arguments, **limits)
         if not all(values):  # a traceback of a rank ends its process
             asked = arguments[0] if number else arguments[2]
             self.ends |= {mode: self.end(mode, done) for mode in asked}
