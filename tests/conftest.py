@@ -57,7 +57,7 @@ GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items):
     """Skips tests marked `gpu` without a CUDA device;
-    marks those of kernels that run on either `device`.
+    marks those of kernels that run on either `device`; begins with those marked `long`.
     """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -70,6 +70,8 @@ def pytest_collection_modifyitems(items):
         item.user_properties += [
             ("fault", row) for mark in item.iter_markers("fault") for row in mark.args
         ]
+    # --dist worksteal gives each process a part in this order, and steals from the end of another's
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 # what compile_model, fusion.register, make_deterministic and serve set for the process; `kept`

@@ -233,6 +233,7 @@ def test_ddp_does_not_cut_the_graph_of_a_block():
     assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_ranks_equal_one_process(data_dir, tmp_path, alone):
     settings = SHORT | dict(batch_size=1, tie_embeddings=False)
