@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -190,6 +191,9 @@ def serve():
     ) in "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest".split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank
+    # a rank's collections would go through what is imported here, and so copy its memory
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         for module in request.get("imports", ()):
