@@ -24,6 +24,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # without it Inductor starts a pool of processes that import torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# else C++ with SIMD, whose headers and probes of the CPU are a third of the compiler's time
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 interpreter.hasten()
 
@@ -52,7 +54,7 @@ GPT2 = Path(CACHE, "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")  # vocab.bpe
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items):
-    """Skips `gpu` tests without a CUDA device; marks those of kernels that run on any `device`."""
+    """Skips `gpu` tests without a GPU, marks those of kernels `device`; `long` ones come first."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -64,6 +66,8 @@ def pytest_collection_modifyitems(items):
         item.user_properties += [
             ("fault", row) for mark in item.iter_markers("fault") for row in mark.args
         ]
+    # --dist worksteal gives each process a part in this order, and steals from the end of another's
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 # what compile_model, fusion.register, make_deterministic and serve set for the process;

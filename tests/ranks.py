@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -128,7 +129,11 @@ class _Pool:
         return self.server.poll() is None
 
     def ask(self, folder, ranks, timeout=120, grace=20, **what):
-        """timeout, s, of all; grace, s that others have to end after a failure, before a kill."""
+        """Sends a request to the server; waits at most `timeout` s for all ranks.
+
+        grace: s that the others have to end after a failure, before they are killed. imports:
+        modules that the server is to have imported, as far as they exist.
+        """
         request = dict(folder=folder, ranks=ranks, port=free_port(), timeout=timeout, grace=grace)
         request["env"] = environment()
         reply = ""
@@ -180,15 +185,25 @@ def serve():
     for module in names.split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank
-    threads = Path("/proc/self/task")
-    alone = not threads.is_dir() or len(list(threads.iterdir())) == 1
+    # a rank's collections would go through what is imported here, and so copy its memory
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
-        begin = forked if alone else spawned  # with CUDA an import starts a thread: no fork is safe
+        for module in request.get("imports", ()):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        begin = forked if alone() else spawned  # with CUDA an import starts a thread
         pids = [begin(rank, request) for rank in range(max(request["ranks"], 1))]
         codes, first = wait_for(pids, request["timeout"], request["grace"])
         replies.write(json.dumps({"codes": codes, "first": first}) + "\n")
         replies.flush()
+
+
+def alone():
+    """Whether this process has one thread, without which no fork is safe."""
+    threads = Path("/proc/self/task")
+    return not threads.is_dir() or len(list(threads.iterdir())) == 1
 
 
 def forked(rank, request):

@@ -147,7 +147,7 @@ def resources(kernel):
 
 
 if __name__ == "__main__":
-    cublas.matmul = lambda a, b, out, *_, **__: out.zero_()
+    cublas.matmul = lambda a, b, out, *_, **__: out  # untouched too
     forms.served = {"cpu"}
     for capability in map(int, sys.argv[1:]):
         for (name, _), kernel in compiled(capability).items():

@@ -24,11 +24,16 @@ from system.errors import UserError
 EOT = 7
 T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
-KINDS = [
-    ("apart", "none"),
-    slow("varlen", "none"),
-    ("varlen", "selective"),
-    slow("varlen", "block"),
+# those that are slow anyway with inductor alone, which makes the graphs too
+KINDS = [(*kind, "graphs") for kind in (("apart", "none"), ("varlen", "selective"))]
+KINDS += [
+    slow(*kind, "inductor")
+    for kind in (
+        ("apart", "none"),
+        ("varlen", "none"),
+        ("varlen", "selective"),
+        ("varlen", "block"),
+    )
 ]
 COMPILED = dict(parallel="fsdp", n_kv_head=1, key_offset=True, remat="block", compile=True)
 CASES = [
@@ -167,7 +172,7 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
     torch.testing.assert_close(grads, refs, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("way, kind", KINDS, indirect=["way"])
+@pytest.mark.parametrize("way, kind, compiler", KINDS, indirect=["way", "compiler"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     """Over batches with other numbers of documents, from one to all tokens,
     with and without gradients.

@@ -60,22 +60,33 @@ CHANGES = {  # of the settings in each mode that is a run of train.py
 ON_MASKS = (patch.MASKED, patch.ACCUMULATED, patch.DDP, patch.RESUMED_DDP)
 GOES_ON = {patch.RESUMED: "eager", patch.RESUMED_DDP: patch.DDP, patch.RESUMED_FSDP: patch.FSDP}
 SAME_ORDER = (patch.BLOCK, patch.SELECTIVE, patch.ATTENTION)
+# what an export imports to compare logits, a second that its patches share
+CONVERTS = ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2")
 LOSS, SAME_LOSS, MOMENT, EFFECT = 1e-5, 4e-6, 1e-4, 1e-3
 
 
-def cases():
-    """Each patch with the modes that ./test.sh runs, and with the others, which are slow."""
+def cases(quick):
+    """Each patch once: in the modes that ./test.sh runs, or, marked slow, in those and all others.
+
+    What both would run again, the copy of the sources and the eager run, --all runs once.
+    """
     found = []
     for module in MODULES:
         for own in module.PATCHES:
-            if own.sample is not None:
-                found.append(pytest.param(module, own, own.sample, id=own.name))
-            rest = tuple(mode for mode in own.modes if mode not in (own.sample or ()))
-            if rest or own.sample is None:
-                found.append(
-                    pytest.param(module, own, rest, id=f"{own.name}, rest", marks=pytest.mark.slow)
+            slow = own.sample is None or bool(set(own.modes) - set(own.sample))
+            if not (quick and own.sample is None):
+                modes = (
+                    own.sample if quick else tuple(dict.fromkeys((*(own.sample or ()), *own.modes)))
                 )
+                marks = [pytest.mark.slow] * (slow and not quick)
+                found.append(pytest.param(module, own, modes, id=own.name, marks=marks))
     return found
+
+
+def pytest_generate_tests(metafunc):
+    if "own" in metafunc.fixturenames:
+        quick = "not slow" in metafunc.config.option.markexpr
+        metafunc.parametrize("module, own, modes", cases(quick))
 
 
 @pytest.fixture(scope="session")
@@ -148,13 +159,16 @@ class Runs:
             if patch.MASKED in modes:
                 plain["plain masked"] = self.words(patch.MASKED), self.shards[True]
         where = self.module.__name__, self.own.name
-        self.ask(0, "alone", *where, words, plain, self.folder / "eager", tuple(modes))
+        imports = CONVERTS if patch.EXPORTED in modes else ()
+        out = self.folder / "eager"
+        self.ask(0, "alone", *where, words, plain, out, tuple(modes), imports=imports)
         many = {mode: self.words(mode) for mode in patch.RANKS if mode in modes}
         if many:
             self.ask(2, "over_ranks", many, [ranks.free_port() for _ in many])
 
-    def ask(self, number, function, *arguments):
-        done, values = ranks.attempt(number, getattr(inside, function), self.sources, *arguments)
+    def ask(self, number, function, *arguments, **limits):
+        function = getattr(inside, function)
+        done, values = ranks.attempt(number, function, self.sources, *arguments, **limits)
         if not all(values):  # a traceback of a rank ends its process
             asked = arguments[0] if number else arguments[2]
             self.ends |= {mode: self.end(mode, done) for mode in asked}
@@ -331,7 +345,6 @@ def unpatched(sources, shards, tmp_path_factory):
     return lambda settings, modes=(): runs_of(tuple(settings.items()), tuple(modes))
 
 
-@pytest.mark.parametrize("module, own, modes", cases())
 def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatched, tmp_path):
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))

@@ -90,8 +90,7 @@ FSDP = dict(parallel="fsdp")
 # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
 MODES = [
     pytest.param(2, {}, (6,), id="ddp"),
-    slow(2, FSDP, (2, 6, 12), id="fsdp"),
-    slow(2, {}, (2, 4, 8, 12), id="ddp in each stage"),
+    slow(2, FSDP, (2, 4, 8, 12), id="fsdp"),  # in each stage and at its ends
     slow(2, dict(parallel="zero2"), (6,), id="zero2"),
     slow(4, dict(parallel="hsdp", shard_size=2, batch_size=1), (), id="hsdp"),
     slow(2, FSDP | dict(context_parallel=2), (6,), id="context"),

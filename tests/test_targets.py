@@ -21,6 +21,7 @@ HOPPER = " _target_logits _exponential_rows"
 
 
 # other GPUs when asked for: 14 s each
+@pytest.mark.long
 @pytest.mark.parametrize(
     "capability", [slow(c) if c in (80, 90) else repeated(c) for c in SHARED_KIB]
 )
