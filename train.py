@@ -125,8 +125,8 @@ class Training:
     def update(self, totals, norm):
         """A step of the optimizer; with max_skipped_steps none if loss or norm is not finite."""
         state = self.state
-        scaled = self.cfg.precision == "fp16"  # whose scaler skips by itself
-        if self.cfg.max_skipped_steps and not scaled:
+        # fp16's scaler skips by itself
+        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":
             # the optimizer leaves weights and states as they are, which no host needs to know
             state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
             spoilt = state.optimizer.found_inf.to(totals[0].device) > 0

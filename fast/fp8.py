@@ -449,9 +449,14 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
     first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
-    first = tl.cast(first_row, tl.int64) * N + first_col
-    within = tl.arange(0, TILE)[:, None] * N + tl.arange(0, TILE)[None, :]
-    tile = tl.load(x + first + within, mask=inside)
+    tile = tl.load(
+        x
+        + tl.cast(first_row, tl.int64) * N
+        + first_col
+        + tl.arange(0, TILE)[:, None] * N
+        + tl.arange(0, TILE)[None, :],
+        mask=inside,
+    )
     across = tl.cast(first_col, tl.int64) * M + first_row
     at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
     tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))

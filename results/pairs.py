@@ -21,9 +21,7 @@ MARK = "pairs: "  # begins the lines of a child's output that are meant for this
 
 
 def child(words):
-    """Holds the run of the checkout in the current folder;
-    a line of stdin is a number of steps to time.
-    """
+    """Holds the current folder's run, and times as many steps as each line of stdin says."""
     sys.path[0] = os.getcwd()
     from bench import StepConfig
     from configurator import configure

@@ -1,13 +1,10 @@
-"""What the scripts of results/ share: a process ends with the program that started it, and a script
-that needs a GPU says so before it starts one.
-"""
+"""What the scripts of results/ share: processes that end with their parent, and what they need."""
 
 import ctypes
+import importlib.util
 import signal
 import subprocess
 import sys
-
-import torch
 
 from system.errors import UserError
 
@@ -35,9 +32,20 @@ def last_line(command):
 
 
 def need_gpu(device, small):
-    """Raises UserError where there is no NVIDIA GPU, unless the device is a CPU that was asked for;
+    """Raises UserError where there is no NVIDIA GPU, unless `device` says that a CPU was asked for.
+
     small: the settings with which the script is worth trying on a CPU.
     """
+    import torch  # seconds, which run_list.py does not need
+
     if device == "cpu" or torch.cuda.is_available():
         return
     raise UserError(f"needs an NVIDIA GPU, and none was found; to try it: --device=cpu {small}")
+
+
+def need_packages(*names):
+    """Raises UserError where one of these modules is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join(missing).replace("_", "-")
+        raise UserError(f"needs {' and '.join(missing)}: pip install {packages}")

@@ -1,5 +1,4 @@
-"""Runs a list of trainings and measurements, one on each GPU at a time, and keeps a small log of
-each.
+"""Runs a list of trainings and measurements, one on each GPU, and keeps a small log of each.
 
     python results/run_list.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
 
@@ -150,9 +149,7 @@ def ended(cfg, run):
 
 
 def row(name, path):
-    """A training's last validation loss and the seconds of its
-    steps, from its small log, in words.
-    """
+    """A line with a training's last validation loss and its seconds, from its small log."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "val"]
     seconds = lines[0].get("seconds")  # None in older logs

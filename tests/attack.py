@@ -18,7 +18,6 @@ their number.
 """
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -34,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
-from conftest import flags, losses, read_log, stdlib_bytes, write_shard
+from conftest import flags, losses, read_log, stdlib_bytes, write_manifest, write_shard
 
 import train
 from configurator import configure, run
@@ -103,9 +102,7 @@ class Bench:
         for name, part in (("val_000000", slice(0, 3000)), ("train_000001", slice(3000, 9000))):
             write_shard(self.data / f"a_{name}.bin", tokens[part])
         write_shard(self.data / "a_train_000002.bin", tokens[9000:])
-        shards = [dict(name=p.name, sha256=files.digest(p)[1]) for p in sorted(self.data.iterdir())]
-        manifest = dict(tokenizer="bytes", vocab_size=257, eot=256, dtype="uint16", shards=shards)
-        (self.data / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(sorted(self.data.iterdir()))
 
     @contextlib.contextmanager
     def folder(self):

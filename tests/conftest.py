@@ -40,6 +40,7 @@ from configurator import configure  # noqa: E402
 from fast import forms  # noqa: E402
 from run import checkpoint, reshard  # noqa: E402
 from settings import Config  # noqa: E402
+from system import files  # noqa: E402
 from system.errors import UserError  # noqa: E402
 
 forms.load()  # as forms.serve does on a GPU; tests put types of device into forms.served
@@ -132,6 +133,13 @@ def write_shard(path, tokens, dtype=np.uint16):
     header[:3] = magic, version, len(tokens)
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
     return path
+
+
+def write_manifest(paths):
+    """The manifest.json of shards of bytes, written by write_shard into one folder."""
+    shards = [dict(name=path.name, sha256=files.digest(path)[1]) for path in paths]
+    manifest = dict(tokenizer="bytes", vocab_size=257, eot=256, dtype="uint16", shards=shards)
+    (paths[0].parent / "manifest.json").write_text(json.dumps(manifest))
 
 
 def read_rows(loader, steps):

@@ -343,9 +343,7 @@ def test_memory_is_what_h200s_took(line):
 
 
 def held_in_rank(words):
-    """Bytes in this rank after a step: ([of each weight], [of each
-    gradient], of the moments, estimate).
-    """
+    """After a step: (bytes of each weight, of each gradient, of all moments, the estimate)."""
     cfg = configure(StepConfig, words)
     world = parallel.join(cfg)
     own, _, job = step.build(cfg, world)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import one_line, read_rows, write_shard
+from conftest import one_line, read_rows, write_manifest, write_shard
 
 from corpus import shards as shard_files
 from corpus.loader import DataError, TokenLoader, aligned_starts, prefetched
@@ -30,15 +30,7 @@ def data(tmp_path):
     for i, part in enumerate(np.split(stream, [333, 640])):
         paths.append(write_shard(tmp_path / f"d/x_train_{i + 1:06d}.bin", part))
     paths.append(write_shard(tmp_path / "d/x_val_000000.bin", stream[:203]))
-    shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
-    manifest = {
-        "tokenizer": "bytes",
-        "vocab_size": 257,
-        "eot": 256,
-        "dtype": "uint16",
-        "shards": shards,
-    }
-    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
+    write_manifest(paths)
     return tmp_path / "d", stream
 
 

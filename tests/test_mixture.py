@@ -17,6 +17,7 @@ from conftest import (
     stdlib_bytes,
     train_here,
     train_in_rank,
+    write_manifest,
     write_shard,
 )
 
@@ -24,7 +25,6 @@ from corpus import mixture
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import verify
 from system.errors import UserError
-from system.files import digest
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +44,7 @@ def three(tmp_path_factory):
             held_out[300] = 256
         paths = [write_shard(root / name / "x_val_000000.bin", held_out)]
         paths += [write_shard(root / name / "x_train_000001.bin", tokens[3000 * i :][:n])]
-        shards = [{"name": path.name, "sha256": digest(path)[1]} for path in paths]
-        manifest = {
-            "tokenizer": "bytes",
-            "vocab_size": 257,
-            "eot": 256,
-            "dtype": "uint16",
-            "shards": shards,
-        }
-        (root / name / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(paths)
     return root
 
 

@@ -1,7 +1,8 @@
-"""Bus bandwidth of collectives by message size, as NCCL's tests define it: comparable with a link's
-speed.
+"""Bus bandwidth of collectives by message size, comparable with a link's speed.
 
-torchrun --standalone --nproc_per_node=4 results/speed/comm.py
+It is defined as in NCCL's tests.
+
+    torchrun --standalone --nproc_per_node=4 results/speed/comm.py
 """
 
 import statistics

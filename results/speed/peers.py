@@ -1,5 +1,4 @@
-"""The same training step here, in transformers, with Liger's kernels in it, and in nanoGPT, on one
-GPU.
+"""The same training step here, in transformers, with Liger's kernels, and in nanoGPT.
 
     python results/speed/peers.py --batch_tokens=131072 --clone=../nanoGPT          # GPT-2 124M
     python results/speed/peers.py config/llama_124m.py
@@ -30,7 +29,7 @@ from bench import StepConfig
 from configurator import run
 from measure import step
 from model import build
-from results.processes import last_line, need_gpu
+from results.processes import last_line, need_gpu, need_packages
 from run import hf
 from run.build import choose, make_loader
 from run.flops import ModelAnalysis
@@ -64,14 +63,13 @@ def main(cfg):
         return 0
     need_gpu(cfg.device, SMALL)
     print(f"{'':<22}first loss   step")
-    ended_well = 0
+    codes = []
     for peer, name in PEERS.items():
         command = [sys.executable, __file__, *sys.argv[1:], f"--peer={peer}"]
         words, code = last_line(command)
         print(f"{name:<22}{words}", flush=True)
-        if code == 0:
-            ended_well += 1
-    return int(ended_well == 0)
+        codes.append(code)
+    return int(all(codes))  # 1 if none ended well
 
 
 def measure(cfg):
@@ -119,9 +117,7 @@ def measure(cfg):
 
 
 class Peer:
-    """Another repository's model, starting from our weights, and our optimizer;
-    has parts of a Training.
-    """
+    """Another repository's model with our weights and optimizer, as a step calls a Training."""
 
     def __init__(self, cfg, device):
         with tempfile.TemporaryDirectory() as folder:
@@ -155,16 +151,14 @@ class Peer:
 
 def transformer(cfg, saved):
     """(transformers' model in float32, how its loss is computed)."""
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("needs transformers: pip install transformers")
+    need_packages("transformers")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         saved, attn_implementation="sdpa", dtype=torch.float32
     )
     if cfg.peer == "liger":
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise UserError("needs liger_kernel: pip install liger-kernel")
+        need_packages("liger_kernel")
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
@@ -172,9 +166,7 @@ def transformer(cfg, saved):
 
 
 def nanogpt(cfg, saved):
-    """(nanoGPT's model in float32, with our padded vocabulary as its own,
-    how its loss is computed).
-    """
+    """(nanoGPT's model in float32, with our padded vocabulary, how its loss is computed)."""
     if cfg.clone is None or cfg.mlp != "gelu":
         raise UserError("needs a GPT-2 and --clone=FOLDER, a clone of github.com/karpathy/nanoGPT")
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(cfg.clone) / "model.py")

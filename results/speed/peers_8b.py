@@ -1,5 +1,4 @@
-"""A training step of transformers' Llama 3 8B with Liger's kernels, on one GPU or over several with
-FSDP2.
+"""A training step of transformers' Llama 3 8B with Liger's kernels, over one or several GPUs.
 
     python results/speed/peers_8b.py config/llama3_8b_128k_one_gpu.py --init_from=None --no_update \
         --steps=1 --settle=0
@@ -13,7 +12,6 @@ each block's input. Needs liger-kernel.
 """
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +27,13 @@ from peers import Peer
 from bench import StepConfig
 from configurator import run
 from measure import step
-from results.processes import need_gpu
+from results.processes import need_gpu, need_packages
 from run import hf
 from run.build import choose
 from run.flops import ModelAnalysis
 from run.logger import describe_device, show
 from scale import parallel
 from settings import check
-from system.errors import UserError
 
 SMALL = (
     "--kernels=none --n_layer=2 --n_embd=64 --n_head=4 --n_kv_head=2 --n_hidden=88 "
@@ -54,10 +51,7 @@ class Config(StepConfig):
 def main(cfg):
     check(cfg)
     need_gpu(cfg.device, SMALL)
-    packages = ["transformers", "liger_kernel"][: 2 if cfg.kernels == "liger" else 1]
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"needs {' and '.join(missing)}: pip install transformers liger-kernel")
+    need_packages(*["transformers", "liger_kernel"][: 2 if cfg.kernels == "liger" else 1])
     world = parallel.join(cfg)
     own, _ = choose(cfg, world.device)
     job = Transformer(own, world)

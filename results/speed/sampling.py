@@ -1,5 +1,4 @@
-"""Time of a sampled token on one GPU: a CUDA graph a token, without graphs, and transformers'
-static cache.
+"""Time of a sampled token on one GPU: with CUDA graphs, without, and in transformers.
 
     python results/speed/sampling.py    # GPT-2 124M and Llama 3 8B's shape, random bf16 weights
 
@@ -72,9 +71,7 @@ def make_cache(model, graphs, **options):
 
 
 def timed(model, rows, new, prompt=16, graphs=True, **options):
-    """(ms of a token after the first eight,
-    ms until then) of a text of `new` tokens in each row.
-    """
+    """(ms of a token after the first eight, ms until then), of `new` tokens in each row."""
     cache = make_cache(model, graphs, rows=rows, **options)
     began, times = time.perf_counter(), []
     for ids in sampling.steps(model, begin(rows, prompt), new, cached=cache, **options):
@@ -121,9 +118,7 @@ def print_kernels(model):
 
 
 def peer():
-    """transformers' generate with its static cache for GPT-2 124M;
-    it may compile in its first calls.
-    """
+    """transformers' generate for GPT-2 124M, with a static cache; its first calls may compile."""
     import transformers
 
     config = transformers.GPT2Config()
