@@ -63,7 +63,9 @@ def mlp(x, up, activation, down):
 
 def residual(x):
     """x in bf16 where GEMMs compute in bf16 (GPT-2 124M, one H200: 4% less time, same loss)."""
-    return x.to(torch.bfloat16) if forms.computed_in(x) == torch.bfloat16 else x
+    if forms.computed_in(x) == torch.bfloat16:
+        return x.to(torch.bfloat16)
+    return x
 
 
 class LayerNorm(nn.LayerNorm):

@@ -37,7 +37,9 @@ def operation(definition):
     @functools.wraps(definition)
     def chosen(*args, **kwargs):
         result = form(definition, *args, **kwargs)
-        return definition(*args, **kwargs) if result is None else result
+        if result is None:
+            return definition(*args, **kwargs)
+        return result
 
     return chosen
 
@@ -134,7 +136,9 @@ def computed_in(x):
     device = x.device.type
     if device == "meta":  # autocast does not support it
         return x.dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def operand(x):
@@ -239,7 +243,8 @@ def rope(_, x, layer, cos, sin):
 
 
 def rotated(_, x, cos, sin):
-    return None if "rotated" in edits else Rotation.apply(x, cos, sin)
+    if "rotated" not in edits:
+        return Rotation.apply(x, cos, sin)
 
 
 def attention(_, q, k, v, *options):

@@ -104,10 +104,13 @@ class MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
-        ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
+        ctx.kind = kind
+        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
         before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
         y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, kind)
-        beside = [act8, down[1]] if kind == RELU2 else [before]
+        beside = [before]
+        if kind == RELU2:
+            beside = [act8, down[1]]
         ctx.save_for_backward(*up, db_amax, *down, dy_amax, *beside)
         return y.unflatten(0, x.shape[:-1])
 
@@ -138,11 +141,15 @@ def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
     """
     x8, x8t, xs, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `Rows`
-        w, wt, ws = weight, weight.t(), w_amax
+        w = weight
+        wt = weight.t()
+        ws = w_amax
     else:
         w8, w8t, ws, _ = cast([weight], w_amax, [])
-        w, wt = w8t.t(), w8.t()
-    bias = None if bias is None else bias.to(x.dtype)
+        w = w8t.t()
+        wt = w8.t()
+    if bias is not None:
+        bias = bias.to(x.dtype)
     return product(x8, wt, bias, x.dtype, xs, ws, True), (x8t, xs, w, ws), x8
 
 
@@ -564,7 +571,8 @@ class Rows(Tensor):
         transpose(straight, across)
         # FSDP2 would keep it as long as `both`, and allocates it again
         rows8.untyped_storage().resize_(0)
-        return None if out is not None else (both, (both,))
+        if out is None:
+            return both, (both,)
 
 
 class Widened(torch.autograd.Function):

@@ -100,7 +100,7 @@ def fold_into_product(add):
         *views, product = behind_views(update)
         if product.target not in (pretrain.product.default, pretrain.product8.default):
             continue
-        if product.kwargs:  # it has an addition, since forms give no keyword arguments
+        if product.kwargs:  # `added`, by this pass: nothing else gives keyword arguments
             continue
         if not alike(x, add) or not alike(update, add) or not x.meta["val"].is_contiguous():
             continue
@@ -167,10 +167,12 @@ def fold_gates_into_cast(cast):
 def take_column_sums(total):
     """The float32 sum of norm_backward(…)[0] over all tokens -> row 2 of norm_backward(…)[1]"""
     source = behind_views(total.args[0])[-1]
-    if source.target is not operator.getitem or list(total.args[1]) != [0]:
+    if source.target is not operator.getitem:
         return
     norm, index = source.args
     if norm.target is not pretrain.norm_backward.default or index != 0:
+        return
+    if list(total.args[1]) != [0]:
         return
     wanted = total.meta["val"]
     if wanted.dtype == torch.float32 and wanted.shape == source.meta["val"].shape[-1:]:

@@ -207,8 +207,12 @@ def sm_count(device):
 
 def launch(kernel, device, clusters, maps, tensors, numbers):
     """Launches a kernel with these arguments, in this order, on the device's current stream."""
-    arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
-    arguments += [(ctypes.c_float if isinstance(n, float) else ctypes.c_uint32)(n) for n in numbers]
+    arguments = list(maps)
+    for x in tensors:
+        arguments.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
+    for number in numbers:
+        kind = ctypes.c_float if isinstance(number, float) else ctypes.c_uint32
+        arguments.append(kind(number))
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid = CLUSTER * clusters, 1, 1
@@ -269,7 +273,9 @@ def nvrtc():
     """NVRTC from PyTorch's packages or else from the system; OSError where there is none."""
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     packaged = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
-    return ctypes.CDLL(str(packaged[0]) if packaged else name)
+    if packaged:
+        name = str(packaged[0])
+    return ctypes.CDLL(name)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ def product(
     tune: bool,
     added: Tensor | None = None,
 ) -> Tensor:
+    """a b + bias + added; see cublas.matmul. Only fusion.py gives keyword arguments: `added`."""
     return cublas.matmul(a, b, empty_product(a, b, bias, dtype), bias=bias, added=added, tune=tune)
 
 

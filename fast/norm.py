@@ -23,7 +23,8 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, weight, shift, eps, centred):
         _, h, stats = norm_forward(x, None, weight, shift, eps, centred)
         ctx.save_for_backward(x, stats, weight)
-        ctx.centred, ctx.dtypes = centred, dtypes_of(weight, shift)
+        ctx.centred = centred
+        ctx.dtypes = dtypes_of(weight, shift)
         return h
 
     @staticmethod
