@@ -115,7 +115,7 @@ OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 
-def other(*layers):
+def do_more(*layers):
     """Whether one of the layers does more than a kernel that only reads its parameters."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
@@ -127,7 +127,7 @@ def other(*layers):
     return False
 
 
-def unusual(x, layer):
+def unusual_norm(x, layer):
     return layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]
 
 
@@ -175,7 +175,7 @@ def linear(_, layer, x):
 
 
 def qkv(_, x, layer, heads, head_dim, copy_v=False):
-    unless = {OTHER_LAYER: other(layer)}
+    unless = {OTHER_LAYER: do_more(layer)}
     if not fused("qkv", x, layer, text=("qkv",), unless=unless, inner=1):
         return None
     if in_fp8(x, layer):
@@ -195,7 +195,7 @@ def mlp(_, x, up, activation, down):
     unless = {
         "another activation": kind is None,
         "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
-        OTHER_LAYER: other(up, down),
+        OTHER_LAYER: do_more(up, down),
         "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
     }
     if not fused("mlp", x, up, down, text=("mlp", kind), unless=unless, inner=2):
@@ -218,7 +218,7 @@ def rms_norm(_, layer, x):
 
 
 def norm(text, layer, x):
-    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual(x, layer)}):
+    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
         return None
     shift = getattr(layer, "bias", None)
     centred = isinstance(layer, nn.LayerNorm)
@@ -230,8 +230,8 @@ def rope(_, x, layer, cos, sin):
     rms = isinstance(layer, nn.RMSNorm)
     usual_tables = all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin))
     unless = {
-        OTHER_LAYER: normed and (not rms or other(layer)),
-        UNUSUAL_NORM: rms and unusual(x, layer),
+        OTHER_LAYER: normed and (not rms or do_more(layer)),
+        UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
     }
     inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation

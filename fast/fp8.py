@@ -559,14 +559,14 @@ class Rows(Tensor):
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
-        rows8, tops = gathered
+        rows8, amaxes = gathered
         both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
         straight, across = halves(both)
-        ranks = tops.numel()
+        ranks = amaxes.numel()
         each = rows8.numel() // ranks
         _align[(ranks, cdiv(each, COPY_BLOCK))](
-            rows8, tops, straight, scale, each,
-            RANKS=ranks, MORE=power_of_2(ranks), BLOCK=COPY_BLOCK, num_warps=8,
+            rows8, amaxes, straight, scale, each,
+            RANKS=ranks, ALL=power_of_2(ranks), BLOCK=COPY_BLOCK, num_warps=8,
         )  # fmt: skip
         transpose(straight, across)
         # FSDP2 would keep it as long as `both`, and allocates it again
@@ -608,15 +608,17 @@ def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
+def _align(
+    x, amaxes, out, scale, each, RANKS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
+):
     """Brings the ranks' shards, `each` numbers long, to the scale of the rank with most amax."""
     rank = tl.program_id(0)
-    ranks = tl.arange(0, MORE)
-    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
+    ranks = tl.arange(0, ALL)
+    power = _power(tl.max(tl.load(amaxes + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
-    v *= tl.exp2(power - _power(tl.load(tops + rank), 448.0))
+    v *= tl.exp2(power - _power(tl.load(amaxes + rank), 448.0))
     tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all
 

@@ -159,14 +159,14 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert fused(wide) and not fused(narrow) and not fused(wide, narrow)
     assert fused(wide, unless={"a reason": False}) and not fused(wide, unless={"a reason": True})
     assert not fused(wide, dtype=torch.float16) and not forms.fused("linear", x, wide)
-    assert not forms.other(wide, kernels.LayerNorm(16)) and forms.other(wide, Edited(16, 32))
+    assert not forms.do_more(wide, kernels.LayerNorm(16)) and forms.do_more(wide, Edited(16, 32))
     assert "NVIDIA" in forms.serve(torch.device("cpu")) and not forms.served and not fused(wide)
     monkeypatch.setattr(forms, "served", {"cpu"})
     assert forms.serve(torch.device("cpu"), "torch") == "ops=torch" and not forms.served
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
-        assert not forms.other(wide) and forms.other(layer)  # a layer with a hook is called
+        assert not forms.do_more(wide) and forms.do_more(layer)  # a layer with a hook is called
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
