@@ -67,9 +67,10 @@ def fits(x):
         return x[-1] % 8 == 0 and min(x) > 0
     if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
-    if x.stride(-1) != 1 or x.data_ptr() % 16:
+    strides = x.stride()
+    if strides[-1] != 1 or x.data_ptr() % 16:
         return False
-    return x.dim() == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= x.size(1))
+    return len(strides) == 1 or (strides[0] % 8 == 0 and strides[0] >= x.size(1))
 
 
 def linear(a, b, bias, out):
