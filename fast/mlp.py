@@ -117,15 +117,11 @@ def _relu2_backward(grad, act, size, BLOCK: tl.constexpr):
     tl.store(grad + at, (dact * slope).to(grad.dtype.element_ty), mask=at < size)
 
 
-def empty_swiglu(gate_up):
-    return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
-
-
-@operator("swiglu", empty_swiglu)
+@operator("swiglu", lambda gate_up: gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2))
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
-    act = empty_swiglu(gate_up)
-    N, H = act.shape
+    N, H = gate_up.size(0), gate_up.size(1) // 2
+    act = gate_up.new_empty(N, H)
     grid = N, cdiv(H, SWIGLU_BLOCK)
     _swiglu[grid](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
     return act

@@ -36,7 +36,10 @@ class Norm(torch.autograd.Function):
 
 
 def norm_results(x, update=None, weight=None, shift=None, eps=None, centred=None, keep=True):
-    total = x.new_empty(0 if update is None else x.shape)
+    if update is None:
+        total = x.new_empty(0)
+    else:
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16)
     stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
     return total, h, stats
