@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs in bf16 and fp8 an `operation` has a fused form (fast/forms.py), which computes the
 text that stands here and belongs to it: after an edit your text runs, on every device, and a run's
-start-up summary lists the operation as plain (run/flops.py). So do document masks, remat and caches
-of `attention`.
+start-up summary lists the operation as plain (run/flops.py). Document masks, remat and caches of
+`attention` belong to its text as well.
 """
 
 import torch
@@ -30,8 +30,7 @@ class Linear(nn.Linear):
 def qkv(x, layer, heads, head_dim, copy_v=False):
     """q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
 
-    They are views of one tensor; with copy_v, v is none, so that keeping v does not keep q and k in
-    memory.
+    They are views of one tensor. With copy_v, v is a copy: keeping it does not keep q and k.
     """
     q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
     if copy_v:
@@ -48,9 +47,7 @@ def relu2(x):
 
 
 def swiglu(x):
-    """silu(gate) * up of the halves of x: (..., 2 H) -> (..., H);
-    https://arxiv.org/abs/2002.05202.
-    """
+    """silu(gate) * up of the halves of x: (..., 2 H) -> (..., H); arxiv.org/abs/2002.05202."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -66,7 +63,9 @@ def mlp(x, up, activation, down):
 
 def residual(x):
     """x in bf16 where GEMMs compute in bf16 (GPT-2 124M, one H200: 4% less time, same loss)."""
-    return x.to(torch.bfloat16) if forms.computed_in(x) == torch.bfloat16 else x
+    if forms.computed_in(x) == torch.bfloat16:
+        return x.to(torch.bfloat16)
+    return x
 
 
 class LayerNorm(nn.LayerNorm):
@@ -100,21 +99,30 @@ def rotated(x, cos, sin):
     return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
-# Order of preference for each setting of `attention`; the first that takes the shapes, dtype and
-# device runs.
-ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-ORDER += [SDPBackend.MATH]
-BACKENDS = {name: ORDER[i:] for i, name in enumerate(("cudnn", "flash", "efficient", "math"))}
-BACKENDS["auto"] = BACKENDS["flash"]  # for a model on meta; others have their device's best
+# Of each setting's backends the first that takes the shapes, dtype and device runs.
+ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+BACKENDS = {
+    "cudnn": ORDER,
+    "flash": ORDER[1:],
+    "efficient": ORDER[2:],
+    "math": ORDER[3:],
+    "auto": ORDER[1:],  # for a model on meta; others have their device's best
+}
 
 
 @operation
 def attention(q, k, v, backend, dropout=0.0):
-    """Causal softmax attention. q: (B, H, T, D);
-    k, v: (B, H_kv, T, D), H_kv divides H -> (B, H, T, D).
+    """Causal softmax attention; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D).
+
+    H_kv divides H. backend: a key of BACKENDS.
     """
     grouped = q.size(1) != k.size(1)
-    # traced: the compile cache knows the choice
+    # within what torch.compile traces, so that its cache knows the choice
     with sdpa_kernel(BACKENDS[backend], set_priority=True):
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped
@@ -126,25 +134,26 @@ def attention(q, k, v, backend, dropout=0.0):
 
 
 def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
-    """Cross-entropy of softmax(head(x)) in float32, in nats -> (loss, count), the number of its
-    targets.
+    """Cross-entropy of softmax(head(x)) in float32, in nats -> (loss, count) as of `mean_loss`.
 
     x: (B, T, C); head: an nn.Linear without bias, whose rows from vocab_size on are padding and
-    take no part; targets: (B, T), -100 does not count. reduction: see `mean_loss`, which also says
-    what loss and count are.
+    take no part; targets: (B, T), -100 does not count. reduction: see `mean_loss`.
     """
-    options = vocab_size or head.weight.size(0), softcap
+    if vocab_size is None:
+        vocab_size = head.weight.size(0)
     if reduction == "mean":
         count = (targets >= 0).sum(dtype=torch.float32)
-        return cross_entropy(x, head, targets, "sum", *options) / count.clamp(min=1), count
-    return mean_loss(cross_entropy(x, head, targets, "none", *options), targets, reduction)
+        total = cross_entropy(x, head, targets, "sum", vocab_size, softcap)
+        return total / count.clamp(min=1), count
+    losses = cross_entropy(x, head, targets, "none", vocab_size, softcap)
+    return mean_loss(losses, targets, reduction)
 
 
 def mean_loss(losses, targets, reduction):
     """(B, T) losses of tokens -> (loss, count) as GPT.forward returns them, for a loss of your own.
 
-    "mean": over all targets that count, scalars; "rows": over those of each row, (B,); "none":
-    each, (B, T).
+    reduction: "mean", over all targets that count: scalars; "rows", over those of each row: (B,);
+    "none", each loss: (B, T).
     """
     assert reduction in ("mean", "rows", "none"), f"{reduction=}: expected mean, rows or none"
     counts = targets >= 0
@@ -171,11 +180,10 @@ def plain_cross_entropy(logits, targets, reduction, V, softcap):
     """Cross-entropy from the logits, (..., V and padding); targets: (...)."""
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
-        # masked, not sliced off: an odd length takes 39.6 ms instead of 31.8 (H200, 65,536 x 768 x
-        # 50,304)
-        logits = torch.where(
-            torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf
-        )
+        # masked, not sliced off, since an odd length takes 39.6 ms instead of 31.8 (H200, GEMM of
+        # 65,536 x 768 x 50,304)
+        real = torch.arange(logits.size(-1), device=logits.device) < V
+        logits = torch.where(real, logits, -torch.inf)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 

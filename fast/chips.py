@@ -29,18 +29,18 @@ def of(device):
 def no_bf16(chip):
     if chip.maker not in ("nvidia", "amd"):
         return f"{chip.maker} has no fast lower precision"
-    return (
-        None
-        if chip.maker == "amd" or chip.capability >= (8, 0)
-        else "this GPU has no bf16 matrix units"
-    )
+    if chip.maker == "nvidia" and chip.capability < (8, 0):
+        return "this GPU has no bf16 matrix units"
 
 
 def nvidia_from(least, reason):
-    """A function of a Chip: `reason` unless it is NVIDIA's with at
-    least this compute capability.
-    """
-    return lambda chip: None if chip.maker == "nvidia" and chip.capability >= least else reason
+    """A function of a Chip: `reason`, or None for NVIDIA's from this compute capability on."""
+
+    def obstacle(chip):
+        if chip.maker != "nvidia" or chip.capability < least:
+            return reason
+
+    return obstacle
 
 
 no_fused_kernels = nvidia_from((8, 0), "the fused kernels are for NVIDIA GPUs from Ampere on")
@@ -49,9 +49,7 @@ no_cudnn_attention = nvidia_from((9, 0), "it is the fastest on NVIDIA GPUs from 
 
 
 def best_attention(device, precision="bf16"):
-    """(backend, reason) for a torch.device:
-    cuDNN from Hopper on, where it is 1.5 to 2.4 times as fast.
-    """
+    """(backend, reason) for a torch.device; cuDNN's is 1.5 to 2.4 times as fast from Hopper on."""
     chip = of(device)
     if chip.maker not in ("nvidia", "amd"):
         return "flash", f"PyTorch's own on {chip.maker}"
@@ -59,24 +57,25 @@ def best_attention(device, precision="bf16"):
         return "efficient", "cuDNN and flash take 16-bit numbers only"
     if torch.are_deterministic_algorithms_enabled():
         return "flash", "deterministic: cuDNN's backward adds in no fixed order"
-    cudnn = torch.backends.cudnn.is_available() and no_cudnn_attention(chip) is None
-    where = (
-        "compute capability {}.{}".format(*chip.capability)
-        if chip.maker == "nvidia"
-        else "an AMD GPU"
-    )
-    return "cudnn" if cudnn else "flash", f"fastest on {where}"
+    if chip.maker == "amd":
+        return "flash", "fastest on an AMD GPU"
+    reason = "fastest on compute capability {}.{}".format(*chip.capability)
+    if torch.backends.cudnn.is_available() and no_cudnn_attention(chip) is None:
+        return "cudnn", reason
+    return "flash", reason
 
 
 def without_amx(cpuinfo="/proc/cpuinfo"):
-    """Has bf16 products use AVX-512 where this CPU's AMX cannot be used -> whether that is so.
+    """Whether this CPU's AMX cannot be used; bf16 products then use AVX-512 in this process.
 
     Some virtual machines announce AMX, but their CPUID ends before leaf 0x1D with the sizes of its
     tiles: oneDNN takes them to be zero, and its first bf16 product ends the process.
     """
-    info = Path(cpuinfo).read_text().partition("\n\n")[0] if Path(cpuinfo).is_file() else ""
-    level = re.search(r"cpuid level\s*: (\d+)", info)
-    unusable = "amx_tile" in info and level is not None and int(level[1]) < 0x1D
-    if unusable:
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-    return unusable
+    if not Path(cpuinfo).is_file():
+        return False
+    first_processor = Path(cpuinfo).read_text().partition("\n\n")[0]
+    level = re.search(r"cpuid level\s*: (\d+)", first_processor)
+    if "amx_tile" not in first_processor or level is None or int(level[1]) >= 0x1D:
+        return False
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    return True

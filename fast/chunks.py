@@ -19,9 +19,8 @@ def rows_that_fit(weight):
 def chunked(loss, x, weight, targets, reduction, *options):
     """loss(x, weight, targets, reduction, *options) of a power of two of tokens at a time."""
     rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
-    return in_chunks(
-        torch.compiler.is_compiling(), rows, loss, x, weight, targets, reduction, *options
-    )
+    compiled = torch.compiler.is_compiling()
+    return in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options)
 
 
 # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
@@ -32,13 +31,14 @@ def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
         loss = compile_once(loss)
     # autocast would share a leaf's cast, whose gradients add up in 16 bits
     weight = weight.view_as(weight)
-    chunks = zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     # a loss of an edit may draw random numbers; a CUDA graph's capture cannot read their state
     replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    checkpointed = functools.partial(
+        checkpoint, loss, use_reentrant=False, preserve_rng_state=replays, context_fn=replay
+    )
     losses = []
-    for xi, ti in chunks:
-        own = dict(use_reentrant=False, preserve_rng_state=replays, context_fn=replay)
-        losses.append(checkpoint(loss, xi, weight, ti, reduction, *options, **own))
+    for xi, ti in zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True):
+        losses.append(checkpointed(xi, weight, ti, reduction, *options))
     if reduction == "none":
         return torch.cat(losses).view_as(targets)
     return torch.stack(losses).sum()
@@ -46,13 +46,13 @@ def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
 
 @torch.no_grad()
 def divisible(loss):
-    """Whether an edited loss of all tokens is the sum of the losses of parts, as `chunked` takes
-    it.
+    """Whether an edited loss of all tokens is the sum of its losses of parts, as in `chunked`.
 
     One that draws random numbers cannot be compared, and counts as such a sum.
     """
     draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(12, 8, generator=draw), torch.randn(16, 8, generator=draw)
+    x = torch.randn(12, 8, generator=draw)
+    weight = torch.randn(16, 8, generator=draw)
     targets = torch.randint(13, (12,), generator=draw)
     targets[[2, 7, 8]] = -100
     with torch.random.fork_rng([]):
@@ -61,9 +61,8 @@ def divisible(loss):
             whole = loss(x, weight, targets, "sum", 13, None)
             if not torch.equal(before, torch.get_rng_state()):
                 return True
-            parts = [
-                loss(x[at], weight, targets[at], "sum", 13, None) for at in (slice(5), slice(5, 12))
-            ]
+            first = loss(x[:5], weight, targets[:5], "sum", 13, None)
+            second = loss(x[5:], weight, targets[5:], "sum", 13, None)
         except Exception:  # of any type: the edit's
             return False
-    return torch.allclose(sum(parts), whole, rtol=1e-4)
+    return torch.allclose(first + second, whole, rtol=1e-4)

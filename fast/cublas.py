@@ -1,11 +1,12 @@
-"""cuBLASLt called directly, for what torch.matmul lacks: epilogues with GELU and its derivative,
-fp8 scales, addition of another matrix, and the fastest algorithm of a shape, found by timing.
+"""Matrix products by cuBLASLt, called directly for what torch.matmul lacks.
 
-PyTorch runs the first algorithm that cuBLASLt's heuristic proposes. `matmul` times the first
-CANDIDATES and hopper.py's kernel at the first call of a shape, and keeps the fastest. A
-deterministic run takes the first that runs, since the order of sums differs, of those that do not
-add partial sums up in the output. Constants and structures: https://docs.nvidia.com/cuda/cublas,
-section "Using the cuBLASLt API".
+It lacks epilogues with GELU and its derivative, fp8 scales, the addition of another matrix, and the
+fastest algorithm of a shape: PyTorch runs the first that cuBLASLt's heuristic proposes, `matmul`
+times the first CANDIDATES and hopper.py's kernel at the first call of a shape. A deterministic run
+takes the first that runs, since the order of sums differs, of those that do not add partial sums up
+in the output.
+
+Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
 
 import ctypes
@@ -24,16 +25,17 @@ COMPUTE_32F = 68
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 4, 7, 8, 11, 12
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 # CUBLASLT_MATMUL_PREF_...
-# the last of a, b, c and d
-MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENT_BYTES = 1, 3, (5, 6, 7, 8)
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES = 1, 3
+MIN_ALIGNMENT_BYTES = 5, 6, 7, 8  # of a, b, c and d
 # CUBLASLT_REDUCTION_SCHEME_..., bits: how split-K adds up its parts: in a workspace, in two types
 COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
 # CUBLASLT_EPILOGUE_..., bits but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 
 WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's advice for Hopper
-# algorithms timed per shape, how often, and how many more than once
-CANDIDATES, ROUNDS, FINALISTS = 8, 5, 4
+CANDIDATES = 8  # algorithms that are timed for a shape
+ROUNDS = 5  # how often they are timed
+FINALISTS = 4  # how many of them after the first round
 FAST_TERMS = 4096  # longer sums never use fast accumulation, whose error grows with their length
 
 
@@ -47,9 +49,8 @@ def library():
     """(the cuBLASLt that PyTorch has loaded, a handle)"""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcublasLt.so" in line}
-    lib = ctypes.PyDLL(
-        paths.pop() if paths else f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
-    )
+    paths = paths or {f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"}
+    lib = ctypes.PyDLL(paths.pop())
     handle = ctypes.c_void_p()
     hopper.call(lib, "cublasLtCreate", ctypes.byref(handle))
     return lib, handle
@@ -81,31 +82,33 @@ def matmul(
     float32. Where large terms cancel, as in a weight's gradient, which sums over all tokens, it
     loses the small ones.
     """
-    aux = gelu if dgelu is None else dgelu
-    epilogue = BIAS * (bias is not None) + (GELU + AUX) * (gelu is not None)
-    epilogue = epilogue + (DGELU + AUX) * (dgelu is not None) or DEFAULT
+    epilogue = 0
+    pointers = []
+    if bias is not None:
+        epilogue += BIAS
+        pointers.append((BIAS_POINTER, bias))
+    if gelu is not None:
+        epilogue += GELU + AUX
+        pointers.append((EPILOGUE_AUX_POINTER, gelu))
+    if dgelu is not None:
+        epilogue += DGELU + AUX
+        pointers.append((EPILOGUE_AUX_POINTER, dgelu))
+    if scales is not None:  # they change places, as the operands do: see Plan
+        pointers += (B_SCALE_POINTER, scales[0]), (A_SCALE_POINTER, scales[1])
     types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
-    key = (
-        a.device,
-        *a.shape,
-        b.shape[1],
-        a.stride(),
-        b.stride(),
-        types,
-        epilogue,
-        added is not None,
-        fast,
-    )
-    key += (torch.are_deterministic_algorithms_enabled(),)
-    plan = PLANS.get(key) or PLANS.setdefault(key, Plan(*key))
-    a_scale, b_scale = scales or (None, None)  # they change places, as the operands do: see Plan
-    pairs = (BIAS_POINTER, bias), (EPILOGUE_AUX_POINTER, aux), (B_SCALE_POINTER, a_scale)
-    for attribute, tensor in (*pairs, (A_SCALE_POINTER, b_scale)):
-        if tensor is not None:
-            plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
+    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue or DEFAULT
+    key += added is not None, fast, torch.are_deterministic_algorithms_enabled()
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS[key] = Plan(*key)
+    for attribute, tensor in pointers:
+        plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
-        into = torch.empty_like(out) if added is out else out
-        plan.tune(a, b, bias, into, into if added is out else added)
+        if added is out:  # every algorithm that is tried would add to it
+            other = torch.empty_like(out)
+            plan.tune(a, b, bias, out=other, added=other)
+        else:
+            plan.tune(a, b, bias, out, added)
     plan.run(a, b, bias, out, added, plan.fastest)
     return out
 
@@ -119,20 +122,23 @@ class Plan:
     cuBLAS is column-major, so it is asked for out^T = b^T a^T.
     """
 
-    def __init__(self, device, M, K, N, a_strides, b_strides, types, epilogue, *options):
-        (a_type, b_type, out_type, bias_type), (adds, fast, self.deterministic) = types, options
-        ta, tb = (strides[1] != 1 for strides in (a_strides, b_strides))
-        self.device, self.tuned, self.fastest = device, False, 0
-        self.alpha, self.beta = ctypes.c_float(1), ctypes.c_float(adds)
+    def __init__(
+        self, device, M, K, N, a_strides, b_strides, types, epilogue, adds, fast, deterministic
+    ):
+        a_type, b_type, out_type, bias_type = types
+        a_transposed = a_strides[1] != 1
+        b_transposed = b_strides[1] != 1
+        self.device = device
+        self.deterministic = deterministic
+        self.tuned = False
+        self.fastest = 0
+        self.alpha = ctypes.c_float(1)
+        self.beta = ctypes.c_float(adds)
         self.descriptor = ctypes.c_void_p()
-        call(
-            "cublasLtMatmulDescCreate",
-            ctypes.byref(self.descriptor),
-            COMPUTE_32F,
-            TYPES[torch.float32],
-        )
-        self.set(TRANSA, ctypes.c_int32(tb))
-        self.set(TRANSB, ctypes.c_int32(ta))
+        to, float32 = ctypes.byref(self.descriptor), TYPES[torch.float32]
+        call("cublasLtMatmulDescCreate", to, COMPUTE_32F, float32)
+        self.set(TRANSA, ctypes.c_int32(b_transposed))
+        self.set(TRANSB, ctypes.c_int32(a_transposed))
         self.set(EPILOGUE, ctypes.c_int32(epilogue))
         if bias_type:
             self.set(BIAS_DATA_TYPE, ctypes.c_int32(TYPES[bias_type]))
@@ -140,8 +146,14 @@ class Plan:
             self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
         if fast and K <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
-        b = layout(b_type, K, N, b_strides[1]) if tb else layout(b_type, N, K, b_strides[0])
-        a = layout(a_type, M, K, a_strides[1]) if ta else layout(a_type, K, M, a_strides[0])
+        if b_transposed:
+            b = layout(b_type, K, N, b_strides[1])
+        else:
+            b = layout(b_type, N, K, b_strides[0])
+        if a_transposed:
+            a = layout(a_type, M, K, a_strides[1])
+        else:
+            a = layout(a_type, K, M, a_strides[0])
         self.layouts = b, a, layout(out_type, N, M, N)
         self.algorithms = self.heuristic()
         # whether hopper.linear computes the same for operands that it takes; its index follows
@@ -149,16 +161,14 @@ class Plan:
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(device)
 
     def set(self, attribute, value):  # not by `call`, whose 5 us would hold up fp8
-        set_attribute, size = library()[0].cublasLtMatmulDescSetAttribute, ctypes.sizeof(value)
-        if status := set_attribute(self.descriptor, attribute, ctypes.byref(value), size):
-            raise RuntimeError(
-                f"cublasLtMatmulDescSetAttribute({attribute}) failed with status {status}"
-            )
+        function = library()[0].cublasLtMatmulDescSetAttribute
+        size = ctypes.sizeof(value)
+        if status := function(self.descriptor, attribute, ctypes.byref(value), size):
+            name = f"cublasLtMatmulDescSetAttribute({attribute})"
+            raise RuntimeError(f"{name} failed with status {status}")
 
     def heuristic(self):
-        """The algorithms that cuBLASLt proposes for the shape,
-        the one that it thinks fastest first.
-        """
+        """The algorithms that cuBLASLt proposes for the shape, which it thinks fastest first."""
         preference = ctypes.c_void_p()
         call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         limits = [(MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
@@ -168,16 +178,13 @@ class Plan:
         for attribute, value in limits:
             arguments = preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
             call("cublasLtMatmulPreferenceSetAttribute", *arguments)
-        found, count = (HeuristicResult * CANDIDATES)(), ctypes.c_int()
-        shape = self.descriptor, *self.layouts, self.layouts[2], preference
+        b, a, out = self.layouts
+        found = (HeuristicResult * CANDIDATES)()
+        count = ctypes.c_int()
         call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            library()[1],
-            *shape,
-            CANDIDATES,
-            found,
-            ctypes.byref(count),
-        )
+            "cublasLtMatmulAlgoGetHeuristic", library()[1], self.descriptor, b, a, out, out,
+            preference, CANDIDATES, found, ctypes.byref(count),
+        )  # fmt: skip
         return found[: count.value]
 
     def run(self, a, b, bias, out, added, which):
@@ -186,8 +193,11 @@ class Plan:
             return hopper.linear(a, b, bias, out)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
-        (lib, handle), (lb, la, lo), pointer = library(), self.layouts, ctypes.c_void_p
-        to, algorithm = pointer(out.data_ptr()), ctypes.byref(self.algorithms[which].algorithm)
+        lib, handle = library()
+        lb, la, lo = self.layouts
+        algorithm = ctypes.byref(self.algorithms[which].algorithm)
+        pointer = ctypes.c_void_p
+        to = pointer(out.data_ptr())
         added = to if added is None else pointer(added.data_ptr())
         if status := lib.cublasLtMatmul(
             handle, self.descriptor, ctypes.byref(self.alpha), pointer(b.data_ptr()), lb,
@@ -197,20 +207,24 @@ class Plan:
             raise RuntimeError(f"cublasLtMatmul failed with status {status}")
 
     def tune(self, a, b, bias, out, added):
-        self.tuned, count = True, len(self.algorithms)
+        """Finds the algorithm that `matmul` runs from now on; writes to out."""
+        self.tuned = True
+        count = len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
-        candidates = [
-            functools.partial(self.run, a, b, bias, out, added, which) for which in range(count)
-        ]
-        that_run = (which for which, candidate in enumerate(candidates) if runs(candidate))
-        self.fastest = next(that_run, 0) if self.deterministic else fastest(candidates, self.device)
+        candidate = functools.partial(self.run, a, b, bias, out, added)
+        candidates = [functools.partial(candidate, which) for which in range(count)]
+        if not self.deterministic:
+            self.fastest = fastest(candidates, self.device)
+            return
+        for which, candidate in enumerate(candidates):
+            if runs(candidate):
+                self.fastest = which
+                return
 
 
 def runs(function):
-    """Calls it -> whether it raised no RuntimeError;
-    out of memory, which says nothing of it, goes on.
-    """
+    """Calls it -> whether it raised no RuntimeError; one for lack of memory is raised on."""
     try:
         function()
     except torch.OutOfMemoryError:
@@ -221,17 +235,15 @@ def runs(function):
 
 
 def fastest(functions, device):
-    """Index of the function that takes the GPU the least time, by the median of ROUNDS, of those
-    that run.
+    """Index of the function that runs and takes the GPU the least time, the median of ROUNDS.
 
     They are timed in turn, since the clock drifts with the chip's power; after each round FINALISTS
     go on.
     """
     times = {which: [] for which, function in enumerate(functions) if runs(function)}
+    event = functools.partial(torch.cuda.Event, enable_timing=True)
     for _ in range(ROUNDS):
-        events = {
-            which: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for which in times
-        }
+        events = {which: (event(), event()) for which in times}
         for which, (begin, end) in events.items():
             functions[which]()  # so that the caches hold what it leaves there
             begin.record()
@@ -241,14 +253,13 @@ def fastest(functions, device):
         torch.cuda.synchronize(device)
         for which, (begin, end) in events.items():
             times[which].append(begin.elapsed_time(end))
-        times = dict(sorted(times.items(), key=lambda item: statistics.median(item[1]))[:FINALISTS])
-    return next(iter(times))
+        ranked = sorted(times, key=lambda which: statistics.median(times[which]))
+        times = {which: times[which] for which in ranked[:FINALISTS]}
+    return ranked[0]
 
 
 def layout(dtype, rows, columns, leading_dimension):
-    """Descriptor of a column-major matrix;
-    leading_dimension: elements from a column to the next.
-    """
+    """Descriptor of a column-major matrix; leading_dimension: elements between its columns."""
     descriptor = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading_dimension)
     call("cublasLtMatrixLayoutCreate", ctypes.byref(descriptor), TYPES[dtype], *sizes)

@@ -1,8 +1,7 @@
-"""The text of each definition in kernels.py that a fused form computes: a copy, see texts.py.
+"""A copy of the definitions in kernels.py that fused forms compute, for texts.py to compare.
 
-Nothing of it runs but `rotated`. After another text of a definition, which its fused form still
-computes, put the new text here as well; tests/test_fast.py then compares the form with the
-operation.
+Only `rotated` is ever run. A new text in kernels.py that the fused form still computes is copied
+here as well; tests/test_fast.py then compares the form with it.
 """
 
 # ruff: noqa: F821, names of kernels.py
@@ -80,9 +79,8 @@ def plain_loss(x, weight, targets, reduction, vocab_size, softcap):
 def plain_cross_entropy(logits, targets, reduction, V, softcap):
     logits = cap(logits.float(), softcap)
     if logits.size(-1) > V:
-        logits = torch.where(
-            torch.arange(logits.size(-1), device=logits.device) < V, logits, -torch.inf
-        )
+        real = torch.arange(logits.size(-1), device=logits.device) < V
+        logits = torch.where(real, logits, -torch.inf)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 

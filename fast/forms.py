@@ -18,10 +18,9 @@ from fast.gradients import Rotation
 
 chips.without_amx()  # on a CPU where it would end the process
 served = set()  # types of device whose calls may take fused kernels, see `serve`
-# the run.flops.OperationCounter under way; of each call that it notes plain PyTorch runs
-counting = None
-edits = {}  # {definition in kernels.py: words}, of those that were edited, or call one that was
-activations = {}  # {function: its name}, which the kernels of fast/mlp.py and fast/fp8.py compute
+counting = None  # an OperationCounter (run/flops.py); while there is one, plain PyTorch runs
+edits = {}  # {definition in kernels.py: words} of those that were edited, or call one that was
+activations = {}  # {function: its name} of those that the MLP's kernels compute
 layers_known = set()  # classes whose forward the kernels compute
 divisible = True  # whether kernels.plain_loss may be computed in chunks of tokens
 
@@ -30,9 +29,7 @@ divisible = True  # whether kernels.plain_loss may be computed in chunks of toke
 
 
 def operation(definition):
-    """Decorator of an operation in kernels.py:
-    its form below serves the call, or else its own text.
-    """
+    """Decorator of an operation in kernels.py: runs its form below, or else its own text."""
     form = FORMS.get(definition.__qualname__)
     if form is None:
         return definition
@@ -40,7 +37,9 @@ def operation(definition):
     @functools.wraps(definition)
     def chosen(*args, **kwargs):
         result = form(definition, *args, **kwargs)
-        return definition(*args, **kwargs) if result is None else result
+        if result is None:
+            return definition(*args, **kwargs)
+        return result
 
     return chosen
 
@@ -54,19 +53,22 @@ def bind(definitions):
         activations[definitions.get(name)] = name
     for name in ("Linear", "LayerNorm", "RMSNorm"):
         layers_known.add(definitions.get(name))
-    divisible = "plain_loss" not in edits or chunks.divisible(
-        inspect.unwrap(definitions["plain_loss"])
-    )
+    divisible = True
+    if "plain_loss" in edits:
+        divisible = chunks.divisible(inspect.unwrap(definitions["plain_loss"]))
 
 
 def serve(device, ops="auto"):
-    """Switches the fused kernels on where a torch.device runs them, off with ops=torch;
-    returns why off.
-    """
-    reason = "ops=torch" if ops == "torch" else chips.no_fused_kernels(chips.of(device)) or load()
-    (served.discard if reason else served.add)(device.type)
+    """Switches the fused kernels of a torch.device on -> None, or off -> why they are off."""
+    if ops == "torch":
+        reason = "ops=torch"
+    else:
+        reason = chips.no_fused_kernels(chips.of(device)) or load()
     if reason is None:
+        served.add(device.type)
         fast.fusion.register()
+    else:
+        served.discard(device.type)
     return reason
 
 
@@ -79,11 +81,10 @@ def load():
 
 
 def fused(name, x, *layers, text=(), unless=None, inner=0):
-    """Whether the fused kernel of an operation serves this call on x and the parameters of these
-    layers.
+    """Whether the fused kernel of an operation serves this call on x and the layers' parameters.
 
     text: the definitions that it computes. unless: {why not, in words: whether that is so}. inner:
-    how many other operations plain PyTorch calls.
+    how many other operations its plain text calls.
     """
     if counting is None:
         return obstacle(x.device.type, computed_in(x), layers, text, unless) is None
@@ -92,9 +93,7 @@ def fused(name, x, *layers, text=(), unless=None, inner=0):
 
 
 def obstacle(device_type, dtype, layers, text, unless):
-    """Why a call on this device in this dtype runs in plain PyTorch;
-    None: the fused kernel serves it.
-    """
+    """Why a call on this device in this dtype runs in plain PyTorch; None where it does not."""
     for definition in text:
         if definition in edits:
             return edits[definition]
@@ -105,18 +104,19 @@ def obstacle(device_type, dtype, layers, text, unless):
         return "no fused kernels here"
     if dtype != torch.bfloat16:
         return f"computed in {str(dtype).removeprefix('torch.')}"
-    odd = any(size % 8 for layer in layers for p in layer.parameters() for size in p.shape)
-    return "a width is no multiple of 8" if odd else None
+    for layer in layers:
+        for parameter in layer.parameters():
+            if any(size % 8 for size in parameter.shape):
+                return "a width is no multiple of 8"
+    return None
 
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 
-def other(*layers):
-    """Whether the layers must be called, because a kernel that reads
-    their parameters would do less.
-    """
+def do_more(*layers):
+    """Whether one of the layers does more than a kernel that only reads its parameters."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
         kind = type(layer)
@@ -127,7 +127,7 @@ def other(*layers):
     return False
 
 
-def unusual(x, layer):
+def unusual_norm(x, layer):
     return layer.weight is None or layer.eps is None or layer.weight.shape != x.shape[-1:]
 
 
@@ -136,7 +136,9 @@ def computed_in(x):
     device = x.device.type
     if device == "meta":  # autocast does not support it
         return x.dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def operand(x):
@@ -154,11 +156,13 @@ def weight_of(layer):
     """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
     if counting is not None:
         return counting.weight(layer)
-    in_8_bits = hasattr(layer, "w_amax") and layer.w_amax.dim() == 0
-    return fast.fp8.Widened.apply(layer.weight, layer.w_amax) if in_8_bits else layer.weight
+    if hasattr(layer, "w_amax") and layer.w_amax.dim() == 0:
+        return fast.fp8.Widened.apply(layer.weight, layer.w_amax)
+    return layer.weight
 
 
-# -- the forms: called as the operation, after its own text; None: that text runs
+# -- the forms. Each takes the operation's definition and then its arguments, and returns None where
+# -- the definition is to run.
 
 
 def linear(_, layer, x):
@@ -166,19 +170,21 @@ def linear(_, layer, x):
         return None
     if in_fp8(x, layer):
         return fast.fp8.LinearFunction.apply(operand(x), *fast.fp8.operands(layer))
-    args = operand(x), weight_of(layer), layer.bias
-    return fast.linear.LinearFunction.apply(*args, torch.is_grad_enabled())
+    tune = torch.is_grad_enabled()
+    return fast.linear.LinearFunction.apply(operand(x), weight_of(layer), layer.bias, tune)
 
 
 def qkv(_, x, layer, heads, head_dim, copy_v=False):
-    unless = {OTHER_LAYER: other(layer)}
+    unless = {OTHER_LAYER: do_more(layer)}
     if not fused("qkv", x, layer, text=("qkv",), unless=unless, inner=1):
         return None
     if in_fp8(x, layer):
         q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
     else:
-        args = operand(x), weight_of(layer), layer.bias, heads, head_dim
-        q, k, v = fast.linear.QKV.apply(*args, torch.is_grad_enabled())
+        tune = torch.is_grad_enabled()
+        q, k, v = fast.linear.QKV.apply(
+            operand(x), weight_of(layer), layer.bias, heads, head_dim, tune
+        )
     if copy_v:
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     return q, k, v
@@ -189,7 +195,7 @@ def mlp(_, x, up, activation, down):
     unless = {
         "another activation": kind is None,
         "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
-        OTHER_LAYER: other(up, down),
+        OTHER_LAYER: do_more(up, down),
         "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
     }
     if not fused("mlp", x, up, down, text=("mlp", kind), unless=unless, inner=2):
@@ -197,8 +203,10 @@ def mlp(_, x, up, activation, down):
     x = operand(x)
     if in_fp8(x, up):
         return fast.fp8.MLPFunction.apply(kind, x, *fast.fp8.operands(up), *fast.fp8.operands(down))
-    parameters = weight_of(up), up.bias, weight_of(down), down.bias
-    return fast.mlp.MLPFunction.apply(kind, x, *parameters, torch.is_grad_enabled())
+    tune = torch.is_grad_enabled()
+    return fast.mlp.MLPFunction.apply(
+        kind, x, weight_of(up), up.bias, weight_of(down), down.bias, tune
+    )
 
 
 def layer_norm(_, layer, x):
@@ -210,42 +218,42 @@ def rms_norm(_, layer, x):
 
 
 def norm(text, layer, x):
-    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual(x, layer)}):
+    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
         return None
-    weights, centred = (layer.weight, getattr(layer, "bias", None)), isinstance(layer, nn.LayerNorm)
-    return fast.norm.Norm.apply(x.contiguous(), *weights, layer.eps, centred)
+    shift = getattr(layer, "bias", None)
+    centred = isinstance(layer, nn.LayerNorm)
+    return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)
 
 
 def rope(_, x, layer, cos, sin):
-    normed, rms = type(layer) is not nn.Identity, isinstance(layer, nn.RMSNorm)
+    normed = type(layer) is not nn.Identity
+    rms = isinstance(layer, nn.RMSNorm)
+    usual_tables = all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin))
     unless = {
-        OTHER_LAYER: normed and (not rms or other(layer)),
-        UNUSUAL_NORM: rms and unusual(x, layer),
-        "tables of another shape": any(
-            t.shape != x.shape[-2:] or not t.is_contiguous() for t in (cos, sin)
-        ),
+        OTHER_LAYER: normed and (not rms or do_more(layer)),
+        UNUSUAL_NORM: rms and unusual_norm(x, layer),
+        "tables of another shape": not usual_tables,
     }
-    inner = int(type(layer).__name__ == "RMSNorm" and type(layer) is not nn.RMSNorm)
+    inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
     if not fused("rope", x, layer, text=("rope",), unless=unless, inner=inner):
         return None
-    weight_and_eps = (layer.weight, layer.eps) if normed else (None, 0.0)
-    return fast.rope.RopeFunction.apply(x, *weight_and_eps, cos, sin)
+    if not normed:
+        return fast.rope.RopeFunction.apply(x, None, 0.0, cos, sin)
+    return fast.rope.RopeFunction.apply(x, layer.weight, layer.eps, cos, sin)
 
 
 def rotated(_, x, cos, sin):
-    return None if "rotated" in edits else Rotation.apply(x, cos, sin)
+    if "rotated" not in edits:
+        return Rotation.apply(x, cos, sin)
 
 
 def attention(_, q, k, v, *options):
-    """PyTorch chooses among kernels by itself;
-    for other modes scale/ has forms, bound to this text too.
-    """
-    if counting is None or "attention" in edits:
-        return None
-    return counting.attended(q, k, v)
+    """None but for a count: PyTorch chooses among its kernels, and scale/ has the other forms."""
+    if counting is not None and "attention" not in edits:
+        return counting.attended(q, k, v)
 
 
-def cross_entropy(_, x, head, targets, reduction, *options):
+def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
     trains = torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
@@ -253,9 +261,11 @@ def cross_entropy(_, x, head, targets, reduction, *options):
         return None
     x = operand(x)
     if in_fp8(x, head) and trains:
-        args = x, head.weight, targets.flatten().contiguous(), *options, head.x_amax, head.w_amax
-        return fast.fp8.HeadFunction.apply(*args)
-    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, *options)
+        ids = targets.flatten().contiguous()
+        return fast.fp8.HeadFunction.apply(
+            x, head.weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
+        )
+    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, vocab_size, softcap)
 
 
 def plain_loss(definition, x, weight, targets, *options):

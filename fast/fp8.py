@@ -22,6 +22,7 @@ from fast.operators import (
     cdiv,
     dtypes_of,
     exp2,
+    in_dtype,
     operator,
     power_of_2,
     reciprocal,
@@ -66,7 +67,9 @@ def operands(layer):
     return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
-class LinearFunction(torch.autograd.Function):  # x W^T + b; x: (..., K) in bf16
+class LinearFunction(torch.autograd.Function):
+    """x W^T + b; x: (..., K) in bf16; layer: its `operands`."""
+
     @staticmethod
     def forward(ctx, x, *layer):
         return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
@@ -75,12 +78,17 @@ class LinearFunction(torch.autograd.Function):  # x W^T + b; x: (..., K) in bf16
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
         dx, dw, _ = gradients([flat], ctx.saved_tensors, ctx.dtypes, sums=False)
-        # an operation of its own, which fusion.py takes from the norm's backward, if dy is from it
-        db = None if ctx.dtypes[1] is None else flat.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
+        db = None
+        bias_dtype = ctx.dtypes[1]
+        if bias_dtype is not None:
+            # not by the cast: if dy is from a norm's backward, fusion.py has that kernel add it up
+            db = flat.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx.unflatten(0, dy.shape[:-1]), dw, db, None, None, None
 
 
-class QKV(torch.autograd.Function):  # as fast.linear.QKV
+class QKV(torch.autograd.Function):
+    """As fast.linear.QKV."""
+
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
         return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
@@ -91,21 +99,27 @@ class QKV(torch.autograd.Function):  # as fast.linear.QKV
         return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
 
 
-# as fast.mlp's; casts compute the activation and its derivative
 class MLPFunction(torch.autograd.Function):
+    """As fast.mlp.MLPFunction; casts compute the activation and its derivative."""
+
     @staticmethod
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
-        ctx.kind, ctx.dtypes = kind, dtypes_of(w1, b1, w2, b2)
+        ctx.kind = kind
+        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
         before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
         y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, kind)
-        beside = [act8, down[1]] if kind == RELU2 else [before]
+        beside = [before]
+        if kind == RELU2:
+            beside = [act8, down[1]]
         ctx.save_for_backward(*up, db_amax, *down, dy_amax, *beside)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         saved = ctx.saved_tensors  # asked once: a checkpoint does not answer again
-        up, down, beside = saved[:5], saved[5:10], saved[10:]
+        up = saved[:5]
+        down = saved[5:10]
+        beside = saved[10:]
         dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], down, ctx.dtypes[2:])
         dx, dw1, db1 = gradients([dact], up, ctx.dtypes[:2], beside, "d" + ctx.kind)
         nones = None, None, None
@@ -121,89 +135,123 @@ def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
 
 
 def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
-    """(x W^T + b, for `gradients` (x^T, its scale, the dx GEMM's
-    right operand, its scale), x in fp8)
+    """(x W^T + b, what `gradients` takes, x in fp8); what: see `cast`.
+
+    `gradients` takes x^T, its scale, the right operand of the GEMM of dx, and its scale.
     """
     x8, x8t, xs, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `Rows`
-        w, wt, ws = weight, weight.t(), w_amax
+        w = weight
+        wt = weight.t()
+        ws = w_amax
     else:
         w8, w8t, ws, _ = cast([weight], w_amax, [])
-        w, wt = w8t.t(), w8.t()
-    bias = None if bias is None else bias.to(x.dtype)
+        w = w8t.t()
+        wt = w8.t()
+    if bias is not None:
+        bias = bias.to(x.dtype)
     return product(x8, wt, bias, x.dtype, xs, ws, True), (x8t, xs, w, ws), x8
 
 
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
-    (x8t, xs, w, ws, dy_amax), (w_dtype, b_dtype) = saved, dtypes
-    dy8, dy8t, ds, columns = cast(
-        dy, dy_amax, list(beside), what, True, sums and b_dtype is not None
-    )
+    x8t, xs, w, ws, dy_amax = saved
+    w_dtype, b_dtype = dtypes
+    sums = sums and b_dtype is not None
+    dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums)
     dx = product(dy8, w, None, dy[0].dtype, ds, ws, True)
-    return (
-        dx,
-        product(dy8t, x8t.t(), None, w_dtype, ds, xs),
-        None if b_dtype is None else columns.to(b_dtype),
-    )
+    dw = product(dy8t, x8t.t(), None, w_dtype, ds, xs)
+    return dx, dw, in_dtype(columns, b_dtype)
 
 
 @operator("product8", empty_product)
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor,
-    fast: bool = False, added: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """a @ b * a_scale * b_scale + bias + added; rows of a, columns of b are contiguous, or b is
-    from `Rows`.
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    fast: bool = False,
+    added: Tensor | None = None,
+) -> Tensor:
+    """a @ b * a_scale * b_scale + bias + added.
 
-    fast: see cublas.matmul; for outputs and input gradients, not for weight gradients.
+    a: (M, K) in fp8 with contiguous rows; b: (K, N) in fp8 with contiguous columns, or a gathered
+    weight (`Rows`) or its transpose. fast: see cublas.matmul; for outputs and input gradients, not
+    for weight gradients.
     """
     out = empty_product(a, b, bias, dtype)
-    if b.dtype == torch.bfloat16:
-        b = halves(b.t())[0].t() if b.stride(0) == 1 else halves(b)[1].t()
+    if b.dtype == torch.bfloat16:  # gathered as `Rows`, the transpose for x W^T
+        if b.stride(0) == 1:
+            b = halves(b.t())[0].t()
+        else:
+            b = halves(b)[1].t()
     return cublas.matmul(a, b, out, bias=bias, added=added, scales=(a_scale, b_scale), fast=fast)
 
 
 def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
-    x, dtype = parts[0], E5M2 if e5m2 else E4M3
-    M, N = x.size(0), sum(x.size(1) for x in parts)
-    N = {SWIGLU: N // 2, DSWIGLU: 2 * N}.get(what, N)
-    out, out_t = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    return out, out_t, *(x.new_empty(size, dtype=torch.float32) for size in ((), N if sums else 0))
+    dtype = E5M2 if e5m2 else E4M3
+    x = parts[0]
+    M = x.size(0)
+    N = sum(part.size(1) for part in parts)
+    if what == SWIGLU:
+        N //= 2
+    if what == DSWIGLU:
+        N *= 2
+    out = x.new_empty(M, N, dtype=dtype)
+    out_t = x.new_empty(N, M, dtype=dtype)
+    scale = x.new_empty((), dtype=torch.float32)
+    columns = x.new_empty(N if sums else 0, dtype=torch.float32)
+    return out, out_t, scale, columns
 
 
 @operator("cast8", cast_results, mutates=["amax"])
 def cast(
-    parts: list[Tensor], amax: Tensor, beside: list[Tensor], what: str = COPY, e5m2: bool = False,
+    parts: list[Tensor],
+    amax: Tensor,
+    beside: list[Tensor],
+    what: str = COPY,
+    e5m2: bool = False,
     sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x in fp8, its transpose, the factor that undoes the scale, float32 column sums if `sums`);
-    x: (M, N).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the result in fp8, its transpose, the factor that undoes the scale, float32 column sums).
 
-    parts: x, or, with COPY, GELU and RELU2, up to three contiguous (M, N_i) that make up x. M % 16
-    = 0. what: of what the cast is; in brackets what `beside` holds for it. COPY: x; GELU: gelu(x);
-    DGELU [y]: x gelu'(y); RELU2, and DRELU2 [relu2(y) in fp8, the factor that undoes its scale],
-    likewise; SWIGLU: silu(gate) up, where x is gate and up side by side, (M, 2 N); DSWIGLU [gate
-    and up]: their gradients, (M, N), where x is that of silu(gate) up, (M, N / 2); GATE [gates: (M,
-    heads)]: each head of x times its gate; NORM, SHIFTED_NORM [norm_forward's stats, weight, with
-    the latter shift]: the norm of x. amax: [what the scale is made from, what this call sees],
-    updated in place; one buffer for each operand.
+    parts: x, (M, N), M a multiple of 16; with COPY, GELU and RELU2 up to three contiguous (M, N_i)
+    that make up x. amax: the two values that the scale is made from and that this call sees,
+    updated in place; one buffer for each operand. Without `sums` the column sums are empty. what:
+    the result, which is with these tensors `beside`:
+
+    COPY []                     x
+    GELU [], DGELU [y]          gelu(x), x gelu'(y)
+    RELU2 []                    relu2(x)
+    DRELU2 [act, factor]        x relu2'(y); act: relu2(y) in fp8, factor: what undoes its scale
+    SWIGLU []                   silu(gate) up; x: gate and up side by side, (M, 2 N)
+    DSWIGLU [gate and up]       their gradients, (M, N); x: that of silu(gate) up, (M, N / 2)
+    GATE [gates: (M, heads)]    each head of x times its gate
+    NORM [stats, weight]        the norm of x; stats: norm_forward's
+    SHIFTED_NORM [stats, weight, shift]     likewise
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
-    widths = [x.size(1) // (1 + (what == SWIGLU)) for x in parts] + [0] * (3 - len(parts))
+    widths = [part.size(1) for part in parts] + [0] * (3 - len(parts))
+    if what == SWIGLU:
+        widths[0] //= 2
+    strips = sum(cdiv(width, CAST_COLS) for width in widths)
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
-    strips, programs = sum(cdiv(width, CAST_COLS) for width in widths), cdiv(M, CAST_ROWS * steps)
+    programs = cdiv(M, CAST_ROWS * steps)
     partial = out.new_empty(programs if sums else 0, N, dtype=torch.float32)
-    limit, room = torch.finfo(out.dtype).max, GRADIENT_ROOM if e5m2 else ROOM
+    limit = torch.finfo(out.dtype).max
+    room = GRADIENT_ROOM if e5m2 else ROOM
     before, *more = beside or [None]
-    abc, heads = (*parts, *more, *parts * 3)[:3], before.size(1) if what == GATE else 1
+    heads = before.size(1) if what == GATE else 1
+    inputs = (*parts, *more, *parts, *parts)[:3]  # filled up by what is not read
     _prepare[(1,)](
-        *abc, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
+        *inputs, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
     )
     _cast[(strips, programs)](
-        *abc, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
+        *inputs, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
         SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
     return out, out_t, scale, partial.sum(0) if sums else columns
@@ -219,17 +267,15 @@ def _rounded(x, limit, dtype: tl.constexpr):
 def _values(
     x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.constexpr, WHAT: tl.constexpr
 ):
-    """The values to cast, in float32; for DSWIGLU the gradients of gate and up,
-    else the same twice.
+    """The values to cast, in float32; for DSWIGLU of gate and of up, else the same twice.
+
+    before, b, c: what `cast` has beside x. M: the rows of all programs; rest: those from x on.
     """
-    # before, b, c: what `cast` has beside x; M: the rows of all programs; rest: those from x's
-    # first one on
     wide = rows * (2 * width) + cols  # in what has gate and up
     at = wide if WHAT == "swiglu" else rows * width + cols
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = v
-    # GELU: x sigmoid(2 u) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3); exp(-2 u) =
-    # 2^(...)
+    # x (1 + tanh u) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3); in powers of 2
     if WHAT == "gelu":
         v *= _sigmoid2(v * (-2.302208198 - 0.102943240 * (v * v)))
     if WHAT == "dgelu":
@@ -242,21 +288,19 @@ def _values(
     if WHAT == "drelu2":
         v *= 2 * tl.sqrt(tl.load(before + at, mask=inside, other=0.0).to(tl.float32) * tl.load(b))
     if WHAT == "swiglu":
-        v *= _sigmoid2(v * -LOG2E) * tl.load(x + wide + width, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        s = _sigmoid2(v * -LOG2E)
+        up = tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
+        v *= s * up
     if WHAT == "gate":
-        v *= tl.load(before + rows * HEADS + cols // (width // HEADS), mask=inside, other=0.0).to(
-            tl.float32
-        )
+        gate = before + rows * HEADS + cols // (width // HEADS)
+        v *= tl.load(gate, mask=inside, other=0.0).to(tl.float32)
     if WHAT == "norm" or WHAT == "shifted_norm":
         mean = tl.load(before + rows, mask=rows < rest, other=0.0)
         v = (v - mean) * tl.load(before + M + rows, mask=rows < rest, other=0.0)
         v *= tl.load(b + cols, mask=cols < width, other=0.0).to(tl.float32)
         if WHAT == "shifted_norm":
-            v = tl.where(
-                inside, v + tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32), 0.0
-            )
+            shift = tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32)
+            v = tl.where(inside, v + shift, 0.0)
     if WHAT == "dswiglu":
         gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
@@ -312,7 +356,8 @@ def _largest(
     BLOCK: tl.constexpr,
 ):
     most = tl.zeros((BLOCK,), tl.float32)
-    start, size = tl.cast(0, tl.int64), tl.cast(M, tl.int64) * WIDTH
+    start = tl.cast(0, tl.int64)
+    size = tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
         v, w = _values(
@@ -338,7 +383,8 @@ def _cast(
     become one word of the transpose. quads: the rows of all programs, divided by four.
     """
     N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
-    strip, program = tl.program_id(0), tl.program_id(1)
+    strip = tl.program_id(0)
+    program = tl.program_id(1)
     x, width, left = a, A, 0
     if B > 0:
         if strip >= (A + COLS - 1) // COLS:
@@ -348,7 +394,8 @@ def _cast(
         if (left == A) & (strip >= (B + COLS - 1) // COLS):
             x, width, left = c, C, A + B
             strip -= (B + COLS - 1) // COLS
-    quad, cols = tl.arange(0, ROWS // 4)[:, None], strip * COLS + tl.arange(0, COLS)[None, :]
+    quad = tl.arange(0, ROWS // 4)[:, None]
+    cols = strip * COLS + tl.arange(0, COLS)[None, :]
     out_t = out_t.to(tl.pointer_type(tl.int32), bitcast=True) + tl.cast(left, tl.int64) * quads
     factor = 1 / tl.load(scale)
     most = tl.zeros((ROWS // 4, COLS), tl.float32)
@@ -356,27 +403,38 @@ def _cast(
     more = tl.zeros((ROWS // 4, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         tile = program * STEPS + step
-        first, row = tl.cast(tile, tl.int64) * ROWS, 4 * quad
+        first = tl.cast(tile, tl.int64) * ROWS
+        row = 4 * quad
         inside = (tile * (ROWS // 4) + quad < quads) & (cols < width)
         here = x + first * (2 * width if WHAT == "swiglu" else width)
         beside = before
         if before is not None:
-            each = HEADS if WHAT == "gate" else 2 * width if WHAT == "dswiglu" else width
-            beside += first if WHAT == "norm" or WHAT == "shifted_norm" else first * each
+            if WHAT == "norm" or WHAT == "shifted_norm":
+                beside += first
+            elif WHAT == "gate":
+                beside += first * HEADS
+            elif WHAT == "dswiglu":
+                beside += first * (2 * width)
+            else:
+                beside += first * width
         # all loads are before the first store, since the compiler does not move them across one
-        M, rest = 4 * quads, 4 * quads - first
+        M = 4 * quads
+        rest = 4 * quads - first
         v0, w0 = _values(here, beside, b, c, row, cols, inside, M, rest, width, HEADS, WHAT)
         v1, w1 = _values(here, beside, b, c, row + 1, cols, inside, M, rest, width, HEADS, WHAT)
         v2, w2 = _values(here, beside, b, c, row + 2, cols, inside, M, rest, width, HEADS, WHAT)
         v3, w3 = _values(here, beside, b, c, row + 3, cols, inside, M, rest, width, HEADS, WHAT)
-        to, across = out + first * N + left, out_t + tile * (ROWS // 4)
-        v, w = (v0, v1, v2, v3), (w0, w1, w2, w3)
+        to = out + first * N + left
+        across = out_t + tile * (ROWS // 4)
+        v = (v0, v1, v2, v3)
+        w = (w0, w1, w2, w3)
         _store(v, factor, limit, to, across, quad, cols, inside, quads, N)
         most = tl.maximum(most, _amax(v))
         if SUMS:
             sums += (v0 + v1) + (v2 + v3)
         if WHAT == "dswiglu":
-            to, across = to + width, across + tl.cast(width, tl.int64) * quads
+            to += width
+            across += tl.cast(width, tl.int64) * quads
             _store(w, factor, limit, to, across, quad, cols, inside, quads, N)
             most = tl.maximum(most, _amax(w))
             if SUMS:
@@ -399,7 +457,10 @@ def _amax(quad):
 def _store(values, factor, limit, out, out_t, quad, cols, inside, quads, N: tl.constexpr):
     """Stores the four rows of quads in fp8, and their transpose."""
     dtype: tl.constexpr = out.dtype.element_ty
-    v0, v1, v2, v3 = values[0] * factor, values[1] * factor, values[2] * factor, values[3] * factor
+    v0 = values[0] * factor
+    v1 = values[1] * factor
+    v2 = values[2] * factor
+    v3 = values[3] * factor
     at = out + (4 * quad * N + cols)
     tl.store(at, _rounded(v0, limit, dtype), mask=inside)
     tl.store(at + N, _rounded(v1, limit, dtype), mask=inside)
@@ -419,13 +480,10 @@ def _word(v0, v1, v2, v3, limit, dtype: tl.constexpr):
     if INTERPRETED:
         low = _bits(v0, limit, dtype) | _bits(v1, limit, dtype) << 8
         return low | _bits(v2, limit, dtype) << 16 | _bits(v3, limit, dtype) << 24
-    pair: tl.constexpr = (
-        "cvt.rn.satfinite." + ("e5m2" if dtype == tl.float8e5 else "e4m3") + "x2.f32 "
-    )
-    both: tl.constexpr = (
-        pair + "lower, $2, $1; " + pair + "upper, $4, $3; mov.b32 $0, {lower, upper}; }"
-    )
-    code: tl.constexpr = "{ .reg .b16 lower, upper; " + both
+    kind: tl.constexpr = "e5m2" if dtype == tl.float8e5 else "e4m3"
+    cvt: tl.constexpr = "cvt.rn.satfinite." + kind + "x2.f32 "
+    pairs: tl.constexpr = cvt + "lower, $2, $1; " + cvt + "upper, $4, $3; "
+    code: tl.constexpr = "{ .reg .b16 lower, upper; " + pairs + "mov.b32 $0, {lower, upper}; }"
     return tl.inline_asm_elementwise(
         code, "=r,f,f,f,f", [v0, v1, v2, v3], tl.int32, is_pure=True, pack=1
     )
@@ -438,16 +496,18 @@ def _bits(v, limit, dtype: tl.constexpr):
 
 def transpose(x, out):
     """out = x.T, of bytes."""
-    (M, N), T = x.shape, TRANSPOSE_TILE
-    _transpose[cdiv(M, T), cdiv(N, T)](
-        x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=T, num_warps=8
+    M, N = x.shape
+    _transpose[cdiv(M, TRANSPOSE_TILE), cdiv(N, TRANSPOSE_TILE)](
+        x.view(torch.uint8), out.view(torch.uint8), M, N, TILE=TRANSPOSE_TILE, num_warps=8
     )
 
 
 @triton.jit
 def _transpose(x, out, M, N, TILE: tl.constexpr):
-    first_row, first_col = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-    rows, cols = first_row + tl.arange(0, TILE), first_col + tl.arange(0, TILE)
+    first_row = tl.program_id(0) * TILE
+    first_col = tl.program_id(1) * TILE
+    rows = first_row + tl.arange(0, TILE)
+    cols = first_col + tl.arange(0, TILE)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     tile = tl.load(
         x
@@ -466,8 +526,9 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 
 def gather_in_8_bits(layers, ranks):
-    """Before fully_shard among so many ranks:
-    tracked layers' weights become `Rows`, w_amax their scale.
+    """Before fully_shard: tracked layers' weights become `Rows`, their w_amax the scale.
+
+    A weight whose rows cannot be divided among the ranks stays as it is.
     """
     for layer in layers:
         if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
@@ -476,8 +537,7 @@ def gather_in_8_bits(layers, ranks):
 
 
 class Rows(Tensor):
-    """A rank's rows of a weight, gathered in e4m3 through FSDP2's extension (the two fsdp_*
-    methods).
+    """A rank's rows of a weight, gathered in e4m3 through FSDP2's hooks, the two fsdp_* methods.
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its
     bytes hold the weight in e4m3 and then its transpose, both made once per gather. Only
@@ -498,26 +558,31 @@ class Rows(Tensor):
     def fsdp_pre_all_gather(self, mesh, size, stride, layer, policy):
         rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
-        rows8, size = torch.empty_like(rows, dtype=E4M3), rows.numel()
+        rows8 = torch.empty_like(rows, dtype=E4M3)
+        size = rows.numel()
         _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
-        rows8, tops = gathered
+        rows8, amaxes = gathered
         both = torch.empty_like(rows8, dtype=dtype) if out is None else out.detach()
         straight, across = halves(both)
-        ranks, each = tops.numel(), rows8.numel() // tops.numel()
-        grid, options = (ranks, cdiv(each, COPY_BLOCK)), dict(BLOCK=COPY_BLOCK, num_warps=8)
-        _align[grid](
-            rows8, tops, straight, scale, each, RANKS=ranks, MORE=power_of_2(ranks), **options
-        )
+        ranks = amaxes.numel()
+        each = rows8.numel() // ranks
+        _align[(ranks, cdiv(each, COPY_BLOCK))](
+            rows8, amaxes, straight, scale, each,
+            RANKS=ranks, ALL=power_of_2(ranks), BLOCK=COPY_BLOCK, num_warps=8,
+        )  # fmt: skip
         transpose(straight, across)
         # FSDP2 would keep it as long as `both`, and allocates it again
         rows8.untyped_storage().resize_(0)
-        return None if out is not None else (both, (both,))
+        if out is None:
+            return both, (both,)
 
 
-class Widened(torch.autograd.Function):  # a weight that was gathered as `Rows`, in bf16
+class Widened(torch.autograd.Function):
+    """A weight that was gathered as `Rows`, in bf16."""
+
     @staticmethod
     def forward(ctx, both, scale):
         return widened(both, scale)
@@ -542,23 +607,23 @@ def halves(both):
 @triton.jit
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.exp2(
-        _power(tl.load(amax), 448.0)
-    )
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    v *= tl.exp2(_power(tl.load(amax), 448.0))
     tl.store(out + at, _rounded(v, 448.0, out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
-def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr):
-    """Brings the ranks' shards, `each` numbers long, to one scale:
-    that of the rank with the largest amax.
-    """
-    rank, ranks = tl.program_id(0), tl.arange(0, MORE)
-    power = _power(tl.max(tl.load(tops + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
+def _align(
+    x, amaxes, out, scale, each, RANKS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Brings the ranks' shards, `each` numbers long, to the scale of the rank with most amax."""
+    rank = tl.program_id(0)
+    ranks = tl.arange(0, ALL)
+    power = _power(tl.max(tl.load(amaxes + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
-    v *= tl.exp2(power - _power(tl.load(tops + rank), 448.0))
+    v *= tl.exp2(power - _power(tl.load(amaxes + rank), 448.0))
     tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all
 
@@ -566,11 +631,11 @@ def _align(x, tops, out, scale, each, RANKS: tl.constexpr, MORE: tl.constexpr, B
 # -- the head
 
 
-@operator(
-    "cross_entropy_chunks8",
-    lambda x, weight, *_: loss.empty_results(x, weight),
-    ["x_amax", "w_amax"],
-)
+def empty_chunks8(x, weight, *_):
+    return loss.empty_results(x, weight)
+
+
+@operator("cross_entropy_chunks8", empty_chunks8, mutates=["x_amax", "w_amax"])
 def cross_entropy_chunks8(
     x: Tensor,
     weight: Tensor,
@@ -580,9 +645,7 @@ def cross_entropy_chunks8(
     x_amax: Tensor,
     w_amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """loss.cross_entropy_chunks with gradients and no factors, GEMMs in fp8;
-    N must be a multiple of 16.
-    """
+    """loss.cross_entropy_chunks, always with gradients, without factors; N must divide by 16."""
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
     losses, dx, dw = loss.empty_results(x, weight)
@@ -590,14 +653,16 @@ def cross_entropy_chunks8(
     w8, w8t, ws, _ = cast([weight], w_amax, [])
     gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
     logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
-    for i in range(0, N, rows):
-        own, n = slice(i, i + rows), min(rows, N - i)
-        li, gi, git = logits[:n], small[:n], x.new_empty(P, n, dtype=E5M2)
+    for start in range(0, N, rows):
+        own = slice(start, start + rows)
+        n = min(rows, N - start)
+        li, gi = logits[:n], small[:n]
+        git = x.new_empty(P, n, dtype=E5M2)
         cublas.matmul(x8[own], w8.t(), li, scales=(xs, ws), fast=True)
         loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, V, softcap, True)
         transpose(gi, git)
         cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
-        cublas.matmul(git, x8t[:, own].t(), dw, added=dw if i else None, scales=(gs, xs))
+        cublas.matmul(git, x8t[:, own].t(), dw, added=dw if start else None, scales=(gs, xs))
     return losses, dx, dw
 
 

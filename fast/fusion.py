@@ -1,12 +1,13 @@
-"""A torch.compile pass that moves work into the kernels beside it, where it costs no pass over
-memory.
+"""A torch.compile pass that moves work into a kernel beside it, which saves a pass over memory.
 
 Into a norm: the residual addition before it. Into a norm's backward: the additions of two
 gradients, that of the residual path and that of the gates, which read the norm's first channels;
-and the column sums of dx, the bias gradient of the layer before. Into a GEMM: an addition to its
-result. Into fp8's cast: a norm that nothing else reads, and the product of each head with its gate.
+and the column sums of dx, which are the gradient of the bias of the layer before. Into a GEMM: an
+addition to its result. Into fp8's cast: a norm that nothing else reads, and the product of each
+head with its gate.
 """
 
+import functools
 import operator
 
 import torch
@@ -27,18 +28,19 @@ COLUMN_SUMS = 2  # row of norm_backward's second result
 
 class FoldIntoKernels(CustomGraphPass):
     def __call__(self, graph):
-        calls = lambda target: graph.find_nodes(op="call_function", target=target)
-        for norm in calls(pretrain.norm_forward.default):
+        calls = functools.partial(graph.find_nodes, op="call_function")
+        for norm in calls(target=pretrain.norm_forward.default):
             fold_residual_addition(norm)
-        for norm in calls(pretrain.norm_backward.default):
+        for norm in calls(target=pretrain.norm_backward.default):
             fold_residual_gradient(norm)
             fold_slice_gradient(norm)
-        for total in calls(aten.sum.dim_IntList):
+        for total in calls(target=aten.sum.dim_IntList):
             take_column_sums(total)
-        for add in calls(aten.add.Tensor):
+        for add in calls(target=aten.add.Tensor):
             fold_into_product(add)
-        for cast in calls(torch.ops.higher_order.auto_functionalized_v2):
-            fold_into_cast(cast)
+        for cast in calls(target=torch.ops.higher_order.auto_functionalized_v2):
+            fold_norm_into_cast(cast)
+            fold_gates_into_cast(cast)
 
     def uuid(self):
         return get_hash_for_files((__file__, fp8.__file__))
@@ -52,18 +54,17 @@ def register():
 
 
 def fold_residual_addition(norm):
-    """s = x + update, norm_forward(s, None, …) -> norm_forward(x, update, …),
-    whose result 0 is s
-    """
+    """s = x + update; norm_forward(s, None, …) -> norm_forward(x, update, …), which returns s"""
     total, earlier, *rest = norm.args
+    if earlier is not None:
+        return
     # The kernel's sum is contiguous; nothing may read it before the kernel has run.
-    ready = total.meta["val"].is_contiguous() and not any(user < norm for user in total.users)
-    for x, update in operands(total, aten.add.Tensor) if earlier is None and ready else ():
+    if not total.meta["val"].is_contiguous() or any(user < norm for user in total.users):
+        return
+    for x, update in operands(total, aten.add.Tensor):
         if alike(x, total) and x.meta["val"].shape == update.meta["val"].shape:
-            norm.args, norm.meta["val"] = (
-                (x, update, *rest),
-                (total.meta["val"], *norm.meta["val"][1:]),
-            )
+            norm.args = (x, update, *rest)
+            norm.meta["val"] = (total.meta["val"], *norm.meta["val"][1:])
             return replace(total, result_of(norm, 0), "residual_addition_in_norm")
 
 
@@ -82,18 +83,13 @@ def fold_slice_gradient(norm):
     """norm_backward(…, dh + (first, then zeros), …) -> norm_backward(…, dh, …, first)"""
     add = norm.args[1]
     for dh, padded in operands(add, aten.add.Tensor):
-        zeros, first, *where = (
-            padded.args if padded.target is aten.slice_scatter.default else (padded, None)
-        )
-        last = dh.meta["val"].dim() - 1
+        if padded.target is not aten.slice_scatter.default:
+            continue
+        zeros, first, *where = padded.args  # where: dimension, first and last index
+        last_dim = dh.meta["val"].dim() - 1
+        in_first_columns = where[:2] == [last_dim, 0] and len(where) == 3
         from_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
-        if (
-            where[:2] == [last, 0]
-            and len(where) == 3
-            and from_zeros
-            and alike(dh, add)
-            and alone(add)
-        ):
+        if in_first_columns and from_zeros and alike(dh, add) and alone(add):
             give(norm, first=first)
             return replace(add, dh, "slice_gradient_in_norm")
 
@@ -102,88 +98,98 @@ def fold_into_product(add):
     """x + product(…) -> product(…, added=x)"""
     for x, update in operands(add, aten.add.Tensor):
         *views, product = behind_views(update)
-        if (
-            product.target not in (pretrain.product.default, pretrain.product8.default)
-            or product.kwargs
-        ):
+        if product.target not in (pretrain.product.default, pretrain.product8.default):
             continue
-        shape, contiguous = product.meta["val"].shape, x.meta["val"].is_contiguous()
-        same = (
-            alike(x, add)
-            and alike(update, add)
-            and product.meta["val"].dtype == x.meta["val"].dtype
-        )
-        if same and contiguous and alone(product, *views) and x < product:
-            give(product, added=reshaped(x, shape, product))
+        if product.kwargs:  # `added`, by this pass: nothing else gives keyword arguments
+            continue
+        if not alike(x, add) or not alike(update, add) or not x.meta["val"].is_contiguous():
+            continue
+        same_dtype = product.meta["val"].dtype == x.meta["val"].dtype
+        if same_dtype and x < product and alone(product, *views):
+            give(product, added=reshaped(x, product.meta["val"].shape, product))
             return replace(add, update, "addition_in_product")
 
 
-def fold_into_cast(cast):
-    """cast8 of a norm, or of y: (…, H, D) times gates:
-    (…, H, 1) -> cast8 of x or y, which computes that
-    """
-    options = cast.kwargs
-    if (
-        cast.args[0] is not pretrain.cast8.default
-        or options["what"] != fp8.COPY
-        or len(options["parts"]) > 1
-    ):
+def cast_as_it_is(call):
+    """The node of the tensor, (M, N), of which the call is the cast8; None for other calls."""
+    if call.args[0] is pretrain.cast8.default and call.kwargs["what"] == fp8.COPY:
+        if len(call.kwargs["parts"]) == 1:
+            return call.kwargs["parts"][0]
+
+
+def fold_norm_into_cast(cast):
+    """cast8 of norm_forward(x, …)[1] -> cast8 of x, which computes the norm from its stats"""
+    part = cast_as_it_is(cast)
+    if part is None:
         return
-    *views, source = behind_views(options["parts"][0])
-    M, N = options["parts"][0].meta["val"].shape
-    norm, index = source.args if source.target is operator.getitem else (source, 0)
-    if norm.target is pretrain.norm_forward.default and index == 1 and alone(source, *views):
-        x, update, weight, shift = norm.args[:4]
-        x = x if update is None else result_of(norm, 0)
-        if x.meta["val"].is_contiguous() and x.meta["val"].size(-1) == N:  # not a norm of each head
-            beside = [result_of(norm, 2), weight] + [shift] * (shift is not None)
-            what = fp8.NORM if shift is None else fp8.SHIFTED_NORM
-            give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
-            for unread in (*views, source):  # the norm's own result is empty now
-                cast.graph.erase_node(unread)
-            give(norm, keep=False)
-            counters["inductor"]["norm_in_cast"] += 1
-    for y, gates in operands(source, aten.mul.Tensor):
-        (*shape, D), plain = (
-            source.meta["val"].shape,
-            all(t.meta["val"].is_contiguous() for t in (y, gates)),
-        )
-        if (
-            plain
-            and alike(y, source)
-            and list(gates.meta["val"].shape) == [*shape, 1]
-            and shape[-1] * D == N
-        ):
-            beside = [reshaped(gates, (M, shape[-1]), cast)]
+    *views, source = behind_views(part)
+    if source.target is not operator.getitem or not alone(source, *views):
+        return
+    norm, index = source.args
+    if norm.target is not pretrain.norm_forward.default or index != 1:
+        return
+    x, update, weight, shift = norm.args[:4]
+    if update is not None:
+        x = result_of(norm, 0)
+    M, N = part.meta["val"].shape
+    if not x.meta["val"].is_contiguous() or x.meta["val"].size(-1) != N:  # a norm of each head
+        return
+    beside = [result_of(norm, 2), weight]
+    what = fp8.NORM
+    if shift is not None:
+        beside.append(shift)
+        what = fp8.SHIFTED_NORM
+    give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
+    for unread in (*views, source):  # the norm's own result is empty now
+        cast.graph.erase_node(unread)
+    give(norm, keep=False)
+    counters["inductor"]["norm_in_cast"] += 1
+
+
+def fold_gates_into_cast(cast):
+    """cast8 of y: (…, H, D) times gates: (…, H, 1) -> cast8 of y, which multiplies"""
+    part = cast_as_it_is(cast)
+    if part is None:
+        return
+    M, N = part.meta["val"].shape
+    product = behind_views(part)[-1]
+    for y, gates in operands(product, aten.mul.Tensor):
+        *heads, D = product.meta["val"].shape
+        of_heads = list(gates.meta["val"].shape) == [*heads, 1] and heads[-1] * D == N
+        contiguous = y.meta["val"].is_contiguous() and gates.meta["val"].is_contiguous()
+        if of_heads and contiguous and alike(y, product):
+            beside = [reshaped(gates, (M, heads[-1]), cast)]
             give(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
             counters["inductor"]["gates_in_cast"] += 1
+            return
 
 
 def take_column_sums(total):
     """The float32 sum of norm_backward(…)[0] over all tokens -> row 2 of norm_backward(…)[1]"""
-    source, wanted = behind_views(total.args[0])[-1], total.meta["val"]
-    norm, index = source.args if source.target is operator.getitem else (source, None)
-    if (
-        index != 0
-        or norm.target is not pretrain.norm_backward.default
-        or list(total.args[1]) != [0]
-    ):
+    source = behind_views(total.args[0])[-1]
+    if source.target is not operator.getitem:
         return
+    norm, index = source.args
+    if norm.target is not pretrain.norm_backward.default or index != 0:
+        return
+    if list(total.args[1]) != [0]:
+        return
+    wanted = total.meta["val"]
     if wanted.dtype == torch.float32 and wanted.shape == source.meta["val"].shape[-1:]:
+        sums = result_of(norm, 1)
         with total.graph.inserting_before(total):
-            column = total.graph.call_function(
-                aten.select.int, (result_of(norm, 1), 0, COLUMN_SUMS)
-            )
+            column = total.graph.call_function(aten.select.int, (sums, 0, COLUMN_SUMS))
             column.meta["val"] = wanted
         replace(total, column, "column_sums_from_norm")
 
 
 def operands(node, target):
-    """(a, b) and (b, a) where the node is target's call, addition's or multiplication's,
-    of two tensors.
-    """
-    tensors = node.target is target and all(isinstance(arg, torch.fx.Node) for arg in node.args)
-    return (node.args, node.args[::-1]) if tensors and not node.kwargs else ()
+    """[(a, b), (b, a)] of target(a, b), a sum or product of two tensors; [] of another node."""
+    if node.target is not target or node.kwargs:
+        return []
+    if not all(isinstance(arg, torch.fx.Node) for arg in node.args):
+        return []
+    return [node.args, node.args[::-1]]
 
 
 def behind_views(node):

@@ -1,5 +1,4 @@
-"""GEMMs in bf16 for Hopper GPUs (H100, H200) whose epilogues do what cuBLASLt's do slower or not at
-all.
+"""GEMMs in bf16 for Hopper GPUs (H100, H200), with epilogues that cuBLASLt lacks or runs slower.
 
 The kernels are CUDA: hopper_gemm.cu, hopper_wgrad.cu and what both include, hopper.cuh. NVRTC
 (https://docs.nvidia.com/cuda/nvrtc) compiles them when a run starts, in seconds and without a host
@@ -26,13 +25,14 @@ PART = 2 * BM
 
 # Every kernel that is compiled: its name, which is also its file's, and its -D options.
 K_MAJOR, N_MAJOR = "B_N_MAJOR=0", "B_N_MAJOR=1"  # b: (N, K); (K, N)
-LINEAR, LINEAR_N_MAJOR = (("hopper_gemm", "EPILOGUE=BIAS", major) for major in (K_MAJOR, N_MAJOR))
-GELU, DGELU = ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR), ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
-RELU2, DRELU2 = (
-    ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR),
-    ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR),
-)
-EXP, EXP_CAPPED = (("hopper_gemm", f"EPILOGUE={name}", K_MAJOR) for name in ("EXP", "EXP_CAPPED"))
+LINEAR = ("hopper_gemm", "EPILOGUE=BIAS", K_MAJOR)
+LINEAR_N_MAJOR = ("hopper_gemm", "EPILOGUE=BIAS", N_MAJOR)
+GELU = ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR)
+DGELU = ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
+RELU2 = ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR)
+DRELU2 = ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR)
+EXP = ("hopper_gemm", "EPILOGUE=EXP", K_MAJOR)
+EXP_CAPPED = ("hopper_gemm", "EPILOGUE=EXP_CAPPED", K_MAJOR)
 WGRAD = ("hopper_wgrad",)
 KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, EXP_CAPPED, WGRAD
 SHARED_BYTES = {
@@ -45,9 +45,7 @@ SHARED_BYTES = {
 
 @functools.cache
 def available(device):
-    """Whether the kernels run on this torch.device:
-    a Hopper GPU, and NVRTC, which comes with PyTorch.
-    """
+    """Whether the kernels run on this torch.device: a Hopper GPU, with the NVRTC of PyTorch."""
     try:
         return chips.of(device) == chips.Chip("nvidia", (9, 0)) and bool(nvrtc())
     except OSError:
@@ -55,12 +53,11 @@ def available(device):
 
 
 def takes(*operands):
-    """Whether the kernels can read and write these operands: each a tensor, a shape, or None for no
-    operand.
+    """Whether the kernels can read and write these operands.
 
     TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with
     contiguous rows, and its address, width and row stride multiples of 16 bytes. A shape stands for
-    a new bf16 tensor.
+    a new bf16 tensor, None for no operand.
     """
     return all(x is None or fits(x) for x in operands)
 
@@ -70,28 +67,30 @@ def fits(x):
         return x[-1] % 8 == 0 and min(x) > 0
     if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
         return False
-    *row, element = x.stride()
-    return (
-        element == 1 and x.data_ptr() % 16 == 0 and not (row and (row[0] % 8 or row[0] < x.size(1)))
-    )
+    strides = x.stride()
+    if strides[-1] != 1 or x.data_ptr() % 16:
+        return False
+    return len(strides) == 1 or (strides[0] % 8 == 0 and strides[0] >= x.size(1))
 
 
 def linear(a, b, bias, out):
-    """out = a b + bias; returns out. a: (M, K); b: (K, N), either major; bias: (N,) or None; out:
-    (M, N).
+    """out = a b + bias; returns out. a: (M, K); bias: (N,) or None; out: (M, N).
 
-    `takes` must hold for a, b or b.t(), bias and out, as for all operands here; a RuntimeError
-    otherwise.
+    b: (K, N), with contiguous rows or columns. `takes` must hold for a, b or b.t(), bias and out,
+    as for all operands here; a RuntimeError otherwise.
     """
-    n_major = b.stride(1) == 1
-    launch_gemm(LINEAR_N_MAJOR if n_major else LINEAR, [a], b if n_major else b.t(), out, bias=bias)
+    if b.stride(1) == 1:
+        launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
+    else:
+        launch_gemm(LINEAR, [a], b.t(), out, bias=bias)
     return out
 
 
 def gelu(a, b, bias):
     """(tanh GELU of the pre-activation, this, a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
-    out, preact = (a.new_empty(a.size(0), b.size(0)) for _ in range(2))
-    launch_gemm(GELU, [a], b, out, preact, bias)
+    out = a.new_empty(a.size(0), b.size(0))
+    preact = torch.empty_like(out)
+    launch_gemm(GELU, [a], b, out, saved=preact, bias=bias)
     return out, preact
 
 
@@ -103,29 +102,29 @@ def relu2(a, b, bias):
 
 
 def derivative(kernel, a, b, saved):
-    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32); a: (M, K),
-    b: (K, N).
+    """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32).
 
-    saved: GELU's pre-activation, or the output of ReLU^2, whose root is half the derivative.
+    a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of ReLU^2, whose root is half
+    the derivative.
     """
     sums = a.new_empty(cluster_rows(a) // 32, b.size(1), dtype=torch.float32)
     out = torch.empty_like(saved)
-    launch_gemm(kernel, [a], b, out, saved, sums=sums)
+    launch_gemm(kernel, [a], b, out, saved=saved, sums=sums)
     return out, sums.sum(0)
 
 
-dgelu, drelu2 = functools.partial(derivative, DGELU), functools.partial(derivative, DRELU2)
+dgelu = functools.partial(derivative, DGELU)
+drelu2 = functools.partial(derivative, DRELU2)
 
 
 def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
-    """Softmax numerators 2^(logits log2(e) - shifts[row]) of the logits a b^T, summed over every BN
-    columns.
+    """Softmax numerators 2^(logits log2(e) - shifts[row]) of logits a b^T, each BN columns summed.
 
-    a: (M, K), b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns (M, N
-    / BN rounded up, 2) float32, the sums and what the shift was raised by: where the sum of those
-    BN columns would be above 2^60, until the largest is 1. `out`, (M, N), receives the numerators.
-    softcap: the logits are softcap tanh(a b^T / softcap), never raised, and `out` is multiplied
-    with this derivative.
+    a: (M, K); b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns
+    float32 (M, N / BN rounded up, 2): the sums, and what the shift was raised by, which it is where
+    the sum would be above 2^60, until the largest numerator is 1. `out`, (M, N), receives the
+    numerators. softcap: the logits are softcap tanh(a b^T / softcap), no shift is raised, and `out`
+    is multiplied with this derivative.
     """
     kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
@@ -136,17 +135,20 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
 
 
 def linear_backward(parts, x, w):
-    """Gradients of x, (T, Q) bf16, w, (P, Q), and b, (P,), both float32 and added up in no fixed
-    order.
+    """(dx, dw, db) of y = x w^T + b; x: (T, Q) and w: (P, Q) in bf16.
 
-    parts: the gradient of y = x w^T + b in three contiguous matrices (T, P_i), each P_i a multiple
-    of PART.
+    dx is bf16; dw and db are float32, and added up in no fixed order. parts: the gradient of y in
+    three contiguous matrices (T, P_i), each P_i a multiple of PART.
     """
-    (T, Q), P, dx = x.shape, w.size(0), torch.empty_like(x)
+    T, Q = x.shape
+    P = w.size(0)
+    dx = torch.empty_like(x)
     launch_gemm(LINEAR_N_MAJOR, parts, w, dx)
-    dw, db = (x.new_zeros(size, dtype=torch.float32) for size in ((P, Q), P))
+    dw = x.new_zeros(P, Q, dtype=torch.float32)
+    db = x.new_zeros(P, dtype=torch.float32)
     clusters = sm_count(x.device) // CLUSTER
-    unit = unit_k_tiles(-(-P // PART) * -(-Q // (CLUSTER * BN)), -(-T // BK), clusters)
+    tiles = -(-P // PART) * -(-Q // (CLUSTER * BN))
+    unit = unit_k_tiles(tiles, -(-T // BK), clusters)
     maps = [*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)]
     launch(WGRAD, x.device.index, clusters, maps, (dw, db), (P, Q, T, *offsets(parts), unit))
     return dx, dw, db
@@ -154,9 +156,7 @@ def linear_backward(parts, x, w):
 
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
-    """How many k-tiles of a tile are a work unit of hopper_wgrad:
-    few units, all clusters busy to the end.
-    """
+    """How many k-tiles of a tile are a unit of hopper_wgrad's work, for it to end soonest."""
     # the busiest cluster's time in k-tiles; adding a unit to dw takes as long as about two
     splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
     return -(-k_tiles // splits)
@@ -165,19 +165,24 @@ def unit_k_tiles(tiles, k_tiles, clusters):
 def launch_gemm(
     kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0
 ):
-    """Launches hopper_gemm. parts: [a], or three matrices that make up a;
-    b: as the kernel reads it.
-    """
+    """Launches hopper_gemm; parts: [a], or three that make up a; b: as the kernel reads it."""
     ensure_context(b.device.index)
-    n_major = N_MAJOR in kernel
-    M, (K, N) = parts[0].size(0), (b.shape if n_major else b.shape[::-1])
+    M = parts[0].size(0)
     a_maps = [tensor_map(part, BM, BK) for part in parts]
-    b_map = tensor_map(b, *((BK // CLUSTER, 64) if n_major else (BN // CLUSTER, BK)))
-    out_map, saved_map = (b_map if x is None else tensor_map(x, 32, CHUNK) for x in (out, saved))
-    maps = [*(a_maps if len(parts) == 3 else a_maps * 3), b_map, out_map, saved_map]
-    clusters = min(
-        sm_count(b.device) // CLUSTER, cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN)
-    )
+    if len(parts) == 1:
+        a_maps *= 3
+    if N_MAJOR in kernel:
+        K, N = b.shape
+        b_map = tensor_map(b, BK // CLUSTER, 64)
+    else:
+        N, K = b.shape
+        b_map = tensor_map(b, BN // CLUSTER, BK)
+    # where there is no such operand, the kernel takes any map and does not use it
+    out_map = b_map if out is None else tensor_map(out, 32, CHUNK)
+    saved_map = b_map if saved is None else tensor_map(saved, 32, CHUNK)
+    tiles = cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN)
+    clusters = min(sm_count(b.device) // CLUSTER, tiles)
+    maps = [*a_maps, b_map, out_map, saved_map]
     numbers = M, N, K, *offsets(parts), n_valid, out is not None, softcap
     launch(kernel, b.device.index, clusters, maps, (bias, shifts, sums), numbers)
 
@@ -195,45 +200,48 @@ def offsets(parts):
 
 @functools.cache
 def sm_count(device):
-    """Streaming multiprocessors of a torch.device;
-    1 for a CPU, where Triton's interpreter runs kernels.
-    """
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    """Streaming multiprocessors of a torch.device; 1 of a CPU, for Triton's interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(kernel, device, clusters, maps, tensors, numbers):
     """Launches a kernel with these arguments, in this order, on the device's current stream."""
-    arguments = [*maps, *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)]
-    arguments += [(ctypes.c_float if isinstance(n, float) else ctypes.c_uint32)(n) for n in numbers]
+    arguments = list(maps)
+    for x in tensors:
+        arguments.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
+    for number in numbers:
+        kind = ctypes.c_float if isinstance(number, float) else ctypes.c_uint32
+        arguments.append(kind(number))
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    grid_and_block = CLUSTER * clusters, 1, 1, THREADS, 1, 1
-    function, shared_bytes = loaded(kernel, device), SHARED_BYTES[kernel[0]]
+    grid = CLUSTER * clusters, 1, 1
+    block = THREADS, 1, 1
     call(
-        driver(), "cuLaunchKernel", function, *grid_and_block, shared_bytes, stream, addresses, None
-    )
+        driver(), "cuLaunchKernel", loaded(kernel, device), *grid, *block,
+        SHARED_BYTES[kernel[0]], stream, addresses, None,
+    )  # fmt: skip
 
 
 def tensor_map(x, rows, columns):
-    """A CUtensorMap, TMA's descriptor of a matrix,
-    for boxes of rows x columns with the 128-byte swizzle.
+    """A CUtensorMap, TMA's descriptor of a matrix, for boxes of rows x columns.
+
+    They lie in shared memory with the 128-byte swizzle.
     """
     if not takes(x) or x.dim() != 2:
-        found = (
-            f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}, address {x.data_ptr():#x}"
-        )
-        right = "bf16 matrices whose rows are contiguous and begin and end at multiples of 16 bytes"
+        found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
         raise RuntimeError(
-            f"fast/hopper.py takes {right}, not {found}; use fast/cublas.py for others"
+            "fast/hopper.py takes bf16 matrices whose rows are contiguous and begin and end at "
+            f"multiples of 16 bytes, not {found}, address {x.data_ptr():#x}; use fast/cublas.py "
+            "for others"
         )
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    sizes, stride = (ctypes.c_uint64 * 2)(x.size(1), x.size(0)), ctypes.c_uint64(x.stride(0) * 2)
-    box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    sizes = (ctypes.c_uint64 * 2)(x.size(1), x.size(0))
+    stride = ctypes.c_uint64(x.stride(0) * 2)
+    box = (ctypes.c_uint32 * 2)(columns, rows)
+    steps = (ctypes.c_uint32 * 2)(1, 1)
     bf16, no_interleave, swizzle_128, promote_256, fill_zeros = 9, 0, 3, 3, 0
     call(
         driver(), "cuTensorMapEncodeTiled", aligned, bf16, 2, ctypes.c_void_p(x.data_ptr()), sizes,
@@ -243,9 +251,7 @@ def tensor_map(x, rows, columns):
 
 
 def ensure_context(device):
-    """Makes the GPU's primary context current in this thread if none is,
-    as in some of autograd's threads.
-    """
+    """Makes the GPU's primary context current in a thread that has none, as some of autograd's."""
     context = ctypes.c_void_p()
     call(driver(), "cuCtxGetCurrent", ctypes.byref(context))
     if not context:
@@ -268,28 +274,27 @@ def nvrtc():
     """NVRTC from PyTorch's packages or else from the system; OSError where there is none."""
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     packaged = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
-    return ctypes.CDLL(str(packaged[0]) if packaged else name)
+    if packaged:
+        name = str(packaged[0])
+    return ctypes.CDLL(name)
 
 
 @functools.cache
 def loaded(kernel, device):
     """The kernel's CUfunction on that GPU."""
-    module, function, max_dynamic_shared_size_bytes = ctypes.c_void_p(), ctypes.c_void_p(), 8
     name = kernel[0]
+    module = ctypes.c_void_p()
     call(driver(), "cuModuleLoadData", ctypes.byref(module), compiling()[kernel].result())
+    function = ctypes.c_void_p()
     call(driver(), "cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-    call(
-        driver(), "cuFuncSetAttribute", function, max_dynamic_shared_size_bytes, SHARED_BYTES[name]
-    )
+    max_dynamic_shared_bytes = 8
+    call(driver(), "cuFuncSetAttribute", function, max_dynamic_shared_bytes, SHARED_BYTES[name])
     return function
 
 
 @functools.cache
 def compiling():
-    """Starts to compile every kernel, a thread each; returns the futures.
-
-    torch.compile takes longer.
-    """
+    """{kernel: future of its cubin}; starts to compile all, in threads, beside torch.compile."""
     threads = ThreadPoolExecutor(len(KERNELS))
     cubins = {kernel: threads.submit(compiled, kernel) for kernel in KERNELS}
     threads.shutdown(wait=False)
@@ -297,22 +302,20 @@ def compiling():
 
 
 def compiled(kernel):
-    """The kernel's cubin, its machine code for sm_90a;
-    RuntimeError with the compiler's log otherwise.
-    """
+    """The kernel's machine code for sm_90a, a cubin; a RuntimeError has the compiler's log."""
     name, *definitions = kernel
-    source, file = (FOLDER / f"{name}.cu").read_bytes(), f"{name}.cu".encode()
-    options = [
-        b"--gpu-architecture=sm_90a",
-        *(b"-D" + definition.encode() for definition in definitions),
-    ]
-    headers, include_names = (
-        (ctypes.c_char_p * 1)(HEADER.encode()),
-        (ctypes.c_char_p * 1)(b"hopper.cuh"),
-    )
-    lib, program = nvrtc(), ctypes.c_void_p()
-    call(lib, "nvrtcCreateProgram", ctypes.byref(program), source, file, 1, headers, include_names)
-    if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+    file = FOLDER / f"{name}.cu"
+    headers = (ctypes.c_char_p * 1)(HEADER.encode())
+    include_names = (ctypes.c_char_p * 1)(b"hopper.cuh")
+    program = ctypes.c_void_p()
+    call(
+        nvrtc(), "nvrtcCreateProgram", ctypes.byref(program), file.read_bytes(),
+        file.name.encode(), 1, headers, include_names,
+    )  # fmt: skip
+    options = [b"--gpu-architecture=sm_90a"]
+    options += [f"-D{definition}".encode() for definition in definitions]
+    strings = (ctypes.c_char_p * len(options))(*options)
+    if nvrtc().nvrtcCompileProgram(program, len(options), strings):
         raise RuntimeError(nvrtc_output(program, "ProgramLog").rstrip(b"\0").decode())
     return nvrtc_output(program, "CUBIN")
 

@@ -1,6 +1,4 @@
-"""Linear layers in bf16: GEMMs by cuBLASLt or hopper.py;
-the projection to q, k, v has its own backward.
-"""
+"""Linear layers in bf16, with GEMMs by cuBLASLt or hopper.py; the projection to q, k and v."""
 
 import functools
 
@@ -8,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fast import cublas, hopper
-from fast.operators import dtypes_of, on_hopper, operator
+from fast.operators import dtypes_of, in_dtype, on_hopper, operator
 
 QKV_WAYS = {}  # shape -> the faster of the two ways of qkv_gradients
 
@@ -26,6 +24,7 @@ def product(
     tune: bool,
     added: Tensor | None = None,
 ) -> Tensor:
+    """a b + bias + added; see cublas.matmul. Only fusion.py gives keyword arguments: `added`."""
     return cublas.matmul(a, b, empty_product(a, b, bias, dtype), bias=bias, added=added, tune=tune)
 
 
@@ -49,44 +48,35 @@ class LinearFunction(torch.autograd.Function):
 
 
 def linear_forward(ctx, x, weight, bias, tune):
-    """The GEMM of a linear layer, (..., K) -> (M, N);
-    saves its operands for the backward in ctx.
-    """
+    """The GEMM of a linear layer, (..., K) -> (M, N); saves its operands in ctx."""
     flat, w, b = operands(ctx, x, weight, bias)
     ctx.save_for_backward(flat, w)
     return product(flat, w.t(), b, x.dtype, tune)
 
 
 def operands(ctx, x, *parameters):
-    """(x: (..., K) as rows, the parameters in x's dtype);
-    keeps the dtypes of their gradients in ctx.
-    """
+    """(x: (..., K) as rows, the parameters in x's dtype); their own dtypes go to ctx.dtypes."""
     ctx.dtypes = dtypes_of(*parameters)
     return x.flatten(0, -2), *[None if p is None else p.to(x.dtype) for p in parameters]
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
-    """(dW, db) of y = x W^T + b, from dy: (M, N) and x: (M, K);
-    sums: column sums of dy, if not empty.
-    """
+    """(dW, db) of y = x W^T + b; dy: (M, N), x: (M, K); sums: column sums of dy, None or empty."""
     dw = product(dy.t(), x, None, weight_dtype, True)
     if bias_dtype is None:
         return dw, None
-    return dw, (dy.sum(0, dtype=torch.float32) if sums is None or not len(sums) else sums).to(
-        bias_dtype
-    )
+    if sums is None or not len(sums):
+        sums = dy.sum(0, dtype=torch.float32)
+    return dw, sums.to(bias_dtype)
 
 
 class QKV(torch.autograd.Function):
-    """The linear layer before attention: x: (B, T, C) -> q, k, v:
-    (B, H, T, D) each, views of one tensor.
-    """
+    """The layer before attention, (B, T, C) -> q, k, v: (B, H, T, D), views of one tensor."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, heads, head_dim, tune):
-        return split_heads(
-            linear_forward(ctx, x, weight, bias, tune), x.shape[:-1], heads, head_dim
-        )
+        y = linear_forward(ctx, x, weight, bias, tune)
+        return split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
@@ -94,14 +84,12 @@ class QKV(torch.autograd.Function):
         w_dtype, b_dtype = ctx.dtypes
         dx, dw, db = qkv_gradients(*join_heads(dq, dk, dv), x, w, w_dtype, b_dtype is not None)
         dx = dx.unflatten(0, (dq.size(0), dq.size(2)))
-        return dx, dw, None if b_dtype is None else db.to(b_dtype), None, None, None
+        return dx, dw, in_dtype(db, b_dtype), None, None, None
 
 
 def empty_gradients(dq, dk, dv, x, w, weight_dtype, sums):
-    dw, db = (
-        torch.empty_like(w, dtype=weight_dtype),
-        w.new_empty(w.size(0) * sums, dtype=torch.float32),
-    )
+    dw = torch.empty_like(w, dtype=weight_dtype)
+    db = w.new_empty(w.size(0) if sums else 0, dtype=torch.float32)
     return torch.empty_like(x), dw, db
 
 
@@ -109,18 +97,19 @@ def empty_gradients(dq, dk, dv, x, w, weight_dtype, sums):
 def qkv_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, w: Tensor, weight_dtype: torch.dtype, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, float32 column sums of dy if `sums`) of y = x w^T, where dy is dq, dk and dv side by
-    side.
+    """(dx, dw, column sums of dy) of y = x w^T; dy is dq, dk and dv side by side.
 
-    On Hopper, if all widths suit its tiles, the faster of two ways, timed at the first call of a
-    shape; the first in a deterministic run, since hopper.linear_backward adds in no fixed order.
+    The column sums are float32, and empty without `sums`. On Hopper, if all widths suit its tiles,
+    the faster of two ways, timed at the first call of a shape; the first in a deterministic run,
+    since hopper.linear_backward adds in no fixed order.
     """
-    parts, ways = (dq, dk, dv), (packed_gradients, parts_gradients)
+    parts = dq, dk, dv
     fits = on_hopper(x) and all(part.size(1) % hopper.PART == 0 for part in parts)
     if not fits or torch.are_deterministic_algorithms_enabled():
         return packed_gradients(parts, x, w, weight_dtype, sums)
     key = x.device, *x.shape, *w.shape, weight_dtype, sums
     if key not in QKV_WAYS:
+        ways = packed_gradients, parts_gradients
         tried = [functools.partial(way, parts, x, w, weight_dtype, sums) for way in ways]
         QKV_WAYS[key] = ways[cublas.fastest(tried, x.device)]
     return QKV_WAYS[key](parts, x, w, weight_dtype, sums)
@@ -128,14 +117,15 @@ def qkv_gradients(
 
 def parts_gradients(parts, x, w, weight_dtype, sums):
     dx, dw, db = hopper.linear_backward(parts, x, w)
-    return dx, dw.to(weight_dtype), db[: db.numel() * sums]
+    return dx, dw.to(weight_dtype), db if sums else db[:0]
 
 
 def packed_gradients(parts, x, w, weight_dtype, sums):
     dy = torch.cat(parts, 1)
+    dx = cublas.matmul(dy, w, torch.empty_like(x))
     dw = cublas.matmul(dy.t(), x, torch.empty_like(w, dtype=weight_dtype))
-    db = dy[:, : dy.size(1) * sums].sum(0, dtype=torch.float32)
-    return cublas.matmul(dy, w, torch.empty_like(x)), dw, db
+    db = dy.sum(0, dtype=torch.float32) if sums else dy.new_empty(0, dtype=torch.float32)
+    return dx, dw, db
 
 
 def split_heads(y, shape, heads, head_dim):

@@ -37,52 +37,52 @@ def empty_results(x, weight, grad=True):
     return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
 
 
-@operator(
-    "cross_entropy_chunks",
-    lambda x, w, t, V, cap, grad: (
-        *empty_results(x, w, grad),
-        x.new_empty(x.size(0), dtype=torch.float32),
-    ),
-)
+def empty_chunks(x, weight, targets, V, softcap, grad):
+    factors = x.new_empty(x.size(0), dtype=torch.float32)
+    return *empty_results(x, weight, grad), factors
+
+
+@operator("cross_entropy_chunks", empty_chunks)
 def cross_entropy_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); without grad the last three are of
-    no use.
+    """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); the last three only with grad.
 
     dx and dw are the gradients of the summed loss; the rows of dx still have to be multiplied with
     `factors`. x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of
     weight, less its padding.
     """
-    N, P, w = x.size(0), weight.size(0), weight.to(x.dtype)
-    rows, (losses, dx, dw) = min(N, chunk_rows(P)), empty_results(x, weight, grad)
+    N = x.size(0)
+    P = weight.size(0)
+    w = weight.to(x.dtype)
+    losses, dx, dw = empty_results(x, weight, grad)
+    factors = torch.ones_like(losses)
     in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
-    shifts, factors = (
-        target_logits(x, w, targets, softcap) if in_product else None,
-        torch.ones_like(losses),
-    )
+    if in_product:
+        shifts = target_logits(x, w, targets, softcap)
+    rows = min(N, chunk_rows(P))
     logits = x.new_empty(rows if grad or not in_product else 0, P)
-    for i in range(0, N, rows):
-        own = slice(i, i + rows)
-        xi, ti, li = x[own], targets[own], logits[: N - i]
+    for start in range(0, N, rows):
+        own = slice(start, start + rows)
+        xi, ti, li = x[own], targets[own], logits[: N - start]
         if in_product:
-            each = shifts[own], losses[own], factors[own]
-            xi = exponential_rows(xi, w, ti, *each, li, V, softcap, grad)
+            xi = exponential_rows(
+                xi, w, ti, shifts[own], losses[own], factors[own], li, V, softcap, grad
+            )
         else:
             cublas.matmul(xi, w.t(), li, tune=grad)
             cross_entropy_rows(li, ti, losses[own], li, 1.0, V, softcap, grad)
         if grad:
             cublas.matmul(li, w, dx[own])
-            cublas.matmul(li.t(), xi, dw, added=dw if i else None)
+            cublas.matmul(li.t(), xi, dw, added=dw if start else None)
     return losses, dx, dw, factors
 
 
 def summed_loss(chunks):
-    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(rows of x, weight,
-    *more).
+    """The autograd.Function of (x, weight, *more) that sums the losses of chunks(x, weight, *more).
 
-    chunks also returns the gradients of x and weight, and perhaps factors for the rows of the
-    former.
+    chunks takes x as rows, (N, C), and also returns the gradients of x and weight, and perhaps
+    factors for the rows of the former.
     """
 
     class Function(torch.autograd.Function):
@@ -90,7 +90,9 @@ def summed_loss(chunks):
         def forward(ctx, x, weight, *more):
             losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
             ctx.save_for_backward(*gradients)
-            ctx.shape, ctx.weight_dtype, ctx.nones = x.shape, weight.dtype, (None,) * len(more)
+            ctx.shape = x.shape
+            ctx.weight_dtype = weight.dtype
+            ctx.nones = (None,) * len(more)
             return losses.sum()
 
         @staticmethod
@@ -107,13 +109,12 @@ LinearCrossEntropy = summed_loss(cross_entropy_chunks)
 
 def chunk_rows(P):
     """How many rows of P logits in 16 bits fit in LOGITS_MIB, rounded down to a power of two."""
-    return 2 ** max(4, (int(fast.LOGITS_MIB * 2**20) // (2 * P)).bit_length() - 1)
+    fitting = int(fast.LOGITS_MIB * 2**20) // (2 * P)
+    return 2 ** max(4, fitting.bit_length() - 1)
 
 
 def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
-    """Fills `losses` (rows,) and, with grad, `grads` (rows,
-    P) with scale times the logits' gradient.
-    """
+    """Fills `losses` (rows,) and, with grad, `grads` (rows, P), scale times that of the logits."""
     _cross_entropy[(logits.size(0),)](
         logits, targets, losses, grads, softcap or 0.0, scale,
         P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
@@ -127,12 +128,12 @@ def _cross_entropy(
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled; of P columns V
-    are real.
+    """One row a program: its loss, and with GRAD the gradient of its logits, scaled.
 
-    exp is taken against the largest of the last block's logits and the target's, without a running
-    maximum; in the rare row where that overflows again against the true one. The second pass goes
-    backwards: it begins with what the cache still holds. Only the last block needs a mask.
+    Of the P columns V are real. exp is taken against the largest of the last block's logits and the
+    target's, without a running maximum; in the rare row where that overflows, it is taken again
+    against the true one. The second pass goes backwards: it begins with what the cache still holds.
+    Only the last block needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
@@ -168,9 +169,8 @@ def _cross_entropy(
     lse = top + tl.log(norm)
     tl.store(losses + row, lse - picked)
     if GRAD:
-        grad = tl.where(
-            FULL + cols < V, _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER), 0.0
-        )
+        grad = _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER)
+        grad = tl.where(FULL + cols < V, grad, 0.0)
         tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
         for back in range(BLOCK, FULL + 1, BLOCK):
             at = FULL - back + cols
@@ -178,11 +178,8 @@ def _cross_entropy(
             grad = _ce_grad(x, at, lse, scale, softcap, CAP, DITHER)
             tl.store(grads + at, grad.to(grads.dtype.element_ty))
         for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
-            tl.store(
-                grads + start + cols,
-                tl.zeros((BLOCK,), grads.dtype.element_ty),
-                mask=start + cols < P,
-            )
+            padding = tl.zeros((BLOCK,), grads.dtype.element_ty)
+            tl.store(grads + start + cols, padding, mask=start + cols < P)
         tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
         at_target = tl.exp2(picked * LOG2E - lse * LOG2E) * scale - scale
         if CAP:
@@ -193,20 +190,18 @@ def _cross_entropy(
 
 
 def target_logits(x, w, targets, softcap):
-    """(N,) float32: the logit of each row's target, capped, times log2(e);
-    infinite where it is ignored.
-    """
-    C, shifts = x.size(1), x.new_empty(x.size(0), dtype=torch.float32)
-    block, capped = min(2048, power_of_2(C)), softcap is not None
-    _target_logits[(x.size(0),)](
-        x, w, targets, shifts, softcap or 0.0, C=C, CAP=capped, BLOCK=block
-    )
+    """(N,) float32: each row's target's logit, capped, times log2(e); inf where it is ignored."""
+    N, C = x.shape
+    shifts = x.new_empty(N, dtype=torch.float32)
+    _target_logits[(N,)](
+        x, w, targets, shifts, softcap or 0.0,
+        C=C, CAP=softcap is not None, BLOCK=min(2048, power_of_2(C)),
+    )  # fmt: skip
     return shifts
 
 
 def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
-    """Losses as log sum exp(logit - logit of the row's target), exponentials from the GEMM's
-    epilogue.
+    """Losses as log sum exp(logit - target's logit), with exponentials from the GEMM's epilogue.
 
     Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its
     factor is the gradient of its logits. Returns x with rows times factors, for the weight's
@@ -214,7 +209,9 @@ def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, 
     """
     sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
     scaled = torch.empty_like(x) if grad else x
-    (rows, C), (P, parts) = x.shape, (w.size(0), sums.size(1))
+    rows, C = x.shape
+    P = w.size(0)
+    parts = sums.size(1)
     _exponential_rows[(rows,)](
         grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
         P=P, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts), WIDTH=hopper.BN,
@@ -245,8 +242,7 @@ def _exponential_rows(
     P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss from partial sums of exponentials, relative to that of the
-    target's logit.
+    """One row a program: its loss from partial sums of exponentials relative to the target's.
 
     An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow,
     those of WIDTH columns come relative to the largest of them, `raised` above the target's logit

@@ -1,9 +1,8 @@
-"""MLPs in bf16, GEMM, activation, GEMM, with as few passes over memory as possible: GELU, ReLU^2
-and SwiGLU.
+"""MLPs in bf16 with GELU, ReLU^2 or SwiGLU in as few passes over memory as possible.
 
 GELU, and ReLU^2 on Hopper: activation and derivative are in the GEMMs' epilogues, on Hopper with
-the first bias gradient. SwiGLU: the backward computes silu(gate) * up again together with the
-gradients of both.
+the column sums that are the first bias' gradient. SwiGLU: the backward computes silu(gate) * up
+again, in the kernel of its gradients.
 """
 
 import torch
@@ -15,14 +14,15 @@ from fast import cublas, hopper
 from fast.linear import empty_product, operands, product, weight_gradients
 from fast.operators import cdiv, on_hopper, operator
 
-SWIGLU_BLOCK, SWIGLU_WARPS, RELU2_BLOCK = 2048, 8, 2048  # elements
+SWIGLU_BLOCK, RELU2_BLOCK = 2048, 2048  # elements
+SWIGLU_WARPS = 8
 
 
 class MLPFunction(torch.autograd.Function):
-    """w2 act(w1 x + b1) + b2; kind: "gelu" (tanh form), "relu2" or "swiglu" (w1 holds gate and up:
-    (2 H, K)).
+    """w2 act(w1 x + b1) + b2; x: (..., K) in 16 bits; w1: (H, K); w2: (N, H) -> (..., N).
 
-    x: (..., K) in 16 bits; w1: (H, K); w2: (N, H); biases or None -> (..., N).
+    kind: "gelu" (tanh form), "relu2", or "swiglu", whose w1 holds gate and up, (2 H, K). Biases may
+    be None.
     """
 
     @staticmethod
@@ -43,7 +43,8 @@ class MLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, w1, w2, before, act = ctx.saved_tensors
-        flat, sums = dy.flatten(0, -2).contiguous(), None
+        flat = dy.flatten(0, -2).contiguous()
+        sums = None
         if ctx.kind == "gelu":
             dbefore, sums = product_dgelu(flat, w2, before)
         elif ctx.kind == "relu2":
@@ -66,16 +67,13 @@ def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple
 
 
 def empty_derivative(a, b, before):
-    return torch.empty_like(before), before.new_empty(
-        before.size(1) * on_hopper(a), dtype=torch.float32
-    )
+    columns = before.size(1) if on_hopper(a) else 0
+    return torch.empty_like(before), before.new_empty(columns, dtype=torch.float32)
 
 
 @operator("product_dgelu", empty_derivative)
 def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times GELU's derivative at the pre-activation `before`,
-    on Hopper its float32 column sums)
-    """
+    """(a b times GELU's derivative at the pre-activation `before`, its column sums on Hopper)"""
     if on_hopper(a):
         return hopper.dgelu(a, b, before)
     out, no_sums = empty_derivative(a, b, before)
@@ -94,9 +92,7 @@ def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tens
 
 @operator("product_drelu2", empty_derivative)
 def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times ReLU^2's derivative where its output is `act`,
-    on Hopper its float32 column sums)
-    """
+    """(a b times ReLU^2's derivative where its output is `act`, its column sums on Hopper)"""
     if on_hopper(a):
         return hopper.drelu2(a, b, act)
     out, no_sums = empty_derivative(a, b, act)
@@ -126,18 +122,20 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
     N, H = gate_up.size(0), gate_up.size(1) // 2
     act = gate_up.new_empty(N, H)
-    _swiglu[(N, cdiv(H, SWIGLU_BLOCK))](
-        gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
-    )
+    grid = N, cdiv(H, SWIGLU_BLOCK)
+    _swiglu[grid](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
     return act
 
 
-@operator(
-    "swiglu_backward", lambda dact, gate_up: (torch.empty_like(gate_up), torch.empty_like(dact))
-)
+def empty_swiglu_gradients(dact, gate_up):
+    return torch.empty_like(gate_up), torch.empty_like(dact)
+
+
+@operator("swiglu_backward", empty_swiglu_gradients)
 def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
-    (N, H), dgate_up, act = dact.shape, torch.empty_like(gate_up), torch.empty_like(dact)
+    dgate_up, act = empty_swiglu_gradients(dact, gate_up)
+    N, H = dact.shape
     grid = N, cdiv(H, SWIGLU_BLOCK)
     _swiglu_backward[grid](
         dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
@@ -151,9 +149,8 @@ def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(
-        act + row * H + cols, (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=cols < H
-    )
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(act + row * H + cols, value.to(act.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
-"""LayerNorm and RMSNorm in one pass, output in bf16, and their backward in another;
-see also fusion.py.
+"""LayerNorm and RMSNorm to bf16 in one pass over memory, and their backward in one.
+
+In compiled graphs fusion.py adds to the same passes: hence update, dtotal, first and column sums.
 """
 
 import torch
@@ -8,78 +9,84 @@ import triton.language as tl
 from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import cdiv, dtypes_of, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, in_dtype, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
-NORM_BACK_WARPS, NORM_BACK_STAGES = 8, 3  # warps a multiprocessor
+NORM_BACK_WARPS = 8  # of a multiprocessor
+NORM_BACK_STAGES = 3
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm (centred) or RMSNorm of x: (..., C) in bf16 or float32, in bf16;
-    weight, shift: (C,).
-    """
+    """LayerNorm (centred) or RMSNorm in bf16 of x: (..., C) in any dtype; weight, shift: (C,)."""
 
     @staticmethod
     def forward(ctx, x, weight, shift, eps, centred):
         _, h, stats = norm_forward(x, None, weight, shift, eps, centred)
         ctx.save_for_backward(x, stats, weight)
-        ctx.centred, ctx.dtypes = centred, dtypes_of(weight, shift)
+        ctx.centred = centred
+        ctx.dtypes = dtypes_of(weight, shift)
         return h
 
     @staticmethod
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
-        gradients = (
-            None if dtype is None else s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes)
-        )
-        return dx, *gradients, None, None
+        dweight, dshift, _ = sums.unbind()
+        weight_dtype, shift_dtype = ctx.dtypes
+        return dx, in_dtype(dweight, weight_dtype), in_dtype(dshift, shift_dtype), None, None
 
 
 def norm_results(x, update=None, weight=None, shift=None, eps=None, centred=None, keep=True):
-    total = (
-        x.new_empty(0)
-        if update is None
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
-    )
+    if update is None:
+        total = x.new_empty(0)
+    else:
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16)
     stats = x.new_empty(2, x.numel() // x.size(-1), dtype=torch.float32)
-    return total, x.new_empty(x.shape if keep else 0, dtype=torch.bfloat16), stats
+    return total, h, stats
 
 
 @operator("norm_forward", norm_results)
 def norm_forward(
-    x: Tensor, update: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float,
-    centred: bool, keep: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x + update, empty without update; its norm in bf16; float32 (2, rows): mean and 1 /
-    deviation)
+    x: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    centred: bool,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + update, its norm in bf16, stats: each row's mean and 1 / deviation, (2, rows) float32).
 
-    keep=False: the norm is empty; fp8.cast computes it from the stats.
+    Without update the sum is empty, with keep=False the norm, which fp8.cast computes from stats.
     """
     total, h, stats = norm_results(x, update, keep=keep)
     C, N = x.size(-1), stats.size(1)
     block = power_of_2(C)
     rows = max(1, 4096 // block)
+    if update is not None:
+        update = update.contiguous()
     _norm_forward[(cdiv(N, rows),)](
-        x.contiguous(), None if update is None else update.contiguous(), weight, shift, total, h,
-        stats, N, eps, keep, C=C, CENTRED=centred, BLOCK=block, ROWS=rows,
-        num_warps=max(2, block // NORM_WIDTH),
+        x.contiguous(), update, weight, shift, total, h, stats, N, eps, keep,
+        C=C, CENTRED=centred, BLOCK=block, ROWS=rows, num_warps=max(2, block // NORM_WIDTH),
     )  # fmt: skip
     return total, h, stats
 
 
-@operator(
-    "norm_backward",
-    lambda _, dh, x, *more, **__: (
-        torch.empty_like(x),
-        x.new_empty(3, x.size(-1), dtype=torch.float32),
-    ),
-)
+def norm_gradients(dtotal, dh, total, *_, **__):
+    return torch.empty_like(total), total.new_empty(3, total.size(-1), dtype=torch.float32)
+
+
+@operator("norm_backward", norm_gradients)
 def norm_backward(
-    dtotal: Tensor | None, dh: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centred: bool,
+    dtotal: Tensor | None,
+    dh: Tensor,
+    total: Tensor,
+    stats: Tensor,
+    weight: Tensor,
+    centred: bool,
     first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx, float32 (3, C): gradients of weight and shift, column sums of dx) of the norm of
-    `total`.
+) -> tuple[Tensor, Tensor]:
+    """(dx, sums) of the norm of `total`; sums, (3, C) float32: dweight, dshift, column sums of dx.
 
     dtotal: the gradient that reaches the sum by the residual path, added to dx; None: there is
     none. first: more gradient of the norm's first columns, added to dh.
@@ -88,10 +95,14 @@ def norm_backward(
     block = power_of_2(C)
     warps = max(1, block // NORM_WIDTH)
     programs = min(N, max(1, NORM_BACK_WARPS // warps) * sm_count(total.device))
-    dx, parts = torch.empty_like(total), total.new_empty(programs, 3, C, dtype=torch.float32)
+    dx = torch.empty_like(total)
+    parts = total.new_empty(programs, 3, C, dtype=torch.float32)
+    if dtotal is not None:
+        dtotal = dtotal.contiguous()
+    if first is not None:
+        first = first.contiguous()
     _norm_backward[(programs,)](
-        None if dtotal is None else dtotal.contiguous(), dh.contiguous(), total, stats, weight, dx,
-        parts, None if first is None else first.contiguous(), N,
+        dtotal, dh.contiguous(), total, stats, weight, dx, parts, first, N,
         FIRST=0 if first is None else first.size(-1), C=C, CENTRED=centred, BLOCK=block,
         PROGRAMS=programs, STEPS=cdiv(N, programs), STAGES=NORM_BACK_STAGES, num_warps=warps,
     )  # fmt: skip
@@ -109,7 +120,9 @@ def _norm_forward(
     rows = first + tl.arange(0, ROWS)
     inside = (rows < N)[:, None] & (cols < C)[None, :]
     at = tl.arange(0, ROWS)[:, None] * C + cols[None, :]
-    x, total, h = x + start, total + start, h + start
+    x += start
+    total += start
+    h += start
     if update is not None:
         update += start
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

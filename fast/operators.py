@@ -1,6 +1,4 @@
-"""Registers kernels as PyTorch operators, which torch.compile takes as they are;
-helpers of kernels.
-"""
+"""Kernels as PyTorch operators, which torch.compile takes as they are, and helpers of kernels."""
 
 import torch
 import triton
@@ -10,13 +8,12 @@ from fast import hopper
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LIBRARY = torch.library.Library("pretrain", "FRAGMENT")
-# by Triton's interpreter, which knows no PTX
+# whether Triton's interpreter, which knows no PTX, runs the kernels
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def operator(name, fake, mutates=()):
-    """Decorator: makes a function of tensors the operator pretrain::<name>, without a gradient of
-    its own.
+    """Decorator: makes a function of tensors the operator pretrain::<name>, without a gradient.
 
     fake: makes empty results from the same arguments, for torch.compile. mutates: names of the
     arguments that it writes to. torch.library.custom_op's Python around each call took 22 ms more
@@ -34,14 +31,16 @@ def operator(name, fake, mutates=()):
 
 
 def cdiv(size, tile):
-    """size / tile, rounded up. triton.cdiv takes 5 us,
-    1,300 times in a micro-step of GPT-2 124M in fp8.
+    """size / tile, rounded up.
+
+    triton.cdiv takes 5 us, 1,300 times in a micro-step of GPT-2 124M in fp8.
     """
     return -(-size // tile)
 
 
 def power_of_2(number):
-    """The least power of two that is at least `number`;
+    """The least power of two that is at least `number`.
+
     triton.next_power_of_2 is as slow as triton.cdiv.
     """
     return 1 << (number - 1).bit_length()
@@ -57,9 +56,16 @@ def dtypes_of(*parameters):
     return [None if p is None else p.dtype for p in parameters]
 
 
+def in_dtype(gradient, dtype):
+    """A parameter's gradient in a dtype of `dtypes_of`; None where there is no parameter."""
+    if dtype is not None:
+        return gradient.to(dtype)
+
+
 @triton.jit
 def exp2(x):
-    """2^x in float32 in one instruction, zero below 2^-126;
+    """2^x in float32 in one instruction, zero below 2^-126.
+
     tl.exp2 takes four more for such numbers.
     """
     if INTERPRETED:
@@ -71,8 +77,9 @@ def exp2(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x in float32, wrong by a bit at most, zero for x above 2^126;
-    a division takes five more.
+    """1 / x in float32 in one instruction, wrong by a bit at most, zero for x above 2^126.
+
+    A division takes five more.
     """
     if INTERPRETED:
         return 1 / x

@@ -1,8 +1,6 @@
-"""RMSNorm of each head and RoPE in one pass over queries or keys, and their backward in one; also
-RoPE alone.
+"""RMSNorm of each head and RoPE, or RoPE alone, in one pass over queries or keys; one backward.
 
-https://arxiv.org/abs/2104.09864 (RoPE), https://arxiv.org/abs/2302.05442 (norms on queries and
-keys)
+RoPE: https://arxiv.org/abs/2104.09864; norms on queries and keys: https://arxiv.org/abs/2302.05442.
 """
 
 import torch
@@ -11,23 +9,23 @@ import triton.language as tl
 from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import cdiv, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, in_dtype, operator, power_of_2
 
-ROPE_ELEMENTS, ROPE_WARPS = 4096, 4  # of a block of heads
-ROPE_BACK_STAGES, ROPE_BACK_PROGRAMS = 1, 4  # programs a multiprocessor
+ROPE_ELEMENTS = 4096  # of a block of heads
+ROPE_WARPS = 4
+ROPE_BACK_PROGRAMS = 4  # of a multiprocessor
+ROPE_BACK_STAGES = 1
 
 
 class RopeFunction(torch.autograd.Function):
-    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16; weight: the norm's, (D,), or None for RoPE
-    alone.
+    """RoPE of the RMSNorm of x: (B, H, T, D) in bf16 -> (B, H, T, D), in memory (B, T, H, D).
 
-    cos, sin: (T, D) float32, both halves of a row equal. Returns (B, H, T, D), in memory (B, T, H,
-    D).
+    weight: the norm's, (D,); None for RoPE alone. cos, sin: (T, D) float32, whose halves are equal.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps, cos, sin):
-        ctx.save_for_backward(x if weight is not None else None, weight, cos, sin)
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
         ctx.eps = eps
         return rope_forward(x, weight, eps, cos, sin)
 
@@ -35,26 +33,16 @@ class RopeFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, cos, sin = ctx.saved_tensors
         dx, dweight = rope_backward(dy, x, weight, ctx.eps, cos, sin)
-        return dx, None if weight is None else dweight.to(weight.dtype), None, None, None
+        return dx, in_dtype(dweight, *dtypes_of(weight)), None, None, None
 
 
 @operator("rope_forward", lambda x, *_: heads_last(x))
 def rope_forward(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    x, y = side_by_side(x), heads_last(x)
-    size, options = blocks(x)
-    _rope_forward[(cdiv(size, options["ROWS"]),)](
-        x,
-        weight,
-        cos,
-        sin,
-        y,
-        size,
-        eps,
-        cos.stride(0),
-        *x.stride()[:3],
-        H=x.size(1),
-        T=x.size(2),
-        **options,
+    y = heads_last(x)
+    x = contiguous_heads(x)
+    heads, constants = blocks(x)
+    _rope_forward[(cdiv(heads, constants["ROWS"]),)](
+        x, weight, cos, sin, y, heads, eps, cos.stride(0), *x.stride()[:3], **constants
     )
     return y
 
@@ -69,59 +57,55 @@ def rope_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, the gradient of weight in float32, empty without one); x: None without weight."""
     dx, no_gradient = rope_gradients(dy, x, weight)
-    dy, x = side_by_side(dy), side_by_side(dy if x is None else x)
-    size, options = blocks(dy)
-    steps = cdiv(size, options["ROWS"])
+    dy = contiguous_heads(dy)
+    x = dy if x is None else contiguous_heads(x)
+    heads, constants = blocks(dy)
+    steps = cdiv(heads, constants["ROWS"])
     programs = min(steps, ROPE_BACK_PROGRAMS * sm_count(dy.device))
     parts = dy.new_empty(0 if weight is None else programs, dy.size(3), dtype=torch.float32)
     _rope_backward[(programs,)](
-        dy, x, weight, cos, sin, dx, parts, size, eps, cos.stride(0), *dy.stride()[:3],
-        *x.stride()[:3], programs, H=dy.size(1), T=dy.size(2), STEPS=cdiv(steps, programs),
-        STAGES=ROPE_BACK_STAGES, **options,
+        dy, x, weight, cos, sin, dx, parts, heads, eps, cos.stride(0), *dy.stride()[:3],
+        *x.stride()[:3], programs, STEPS=cdiv(steps, programs), STAGES=ROPE_BACK_STAGES,
+        **constants,
     )  # fmt: skip
     return dx, no_gradient if weight is None else parts.sum(0)
 
 
-def side_by_side(x):
+def contiguous_heads(x):
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def heads_last(x):
-    """A new (B, H, T, D) tensor which is (B, T, H, D) in memory:
-    the layout of what qkv's GEMM wrote.
-    """
+    """A new tensor of x's shape, (B, H, T, D), in memory (B, T, H, D) as what qkv's GEMM wrote."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
 def blocks(x):
-    """(B T H, the kernels' constants): a block has as many heads as
-    have about ROPE_ELEMENTS numbers.
-    """
+    """(B T H, the kernels' constants); a block has as many heads as make up ROPE_ELEMENTS."""
     B, H, T, D = x.shape
     half = power_of_2(D // 2)
-    return B * T * H, dict(
-        D=D, HALF=half, ROWS=max(1, ROPE_ELEMENTS // (2 * half)), num_warps=ROPE_WARPS
-    )
+    rows = max(1, ROPE_ELEMENTS // (2 * half))
+    return B * T * H, dict(H=H, T=T, D=D, HALF=half, ROWS=rows, num_warps=ROPE_WARPS)
 
 
 @triton.jit
 def _rope_forward(
-    x, weight, cos, sin, y, size, eps, row, x_batch, x_head, x_token,
+    x, weight, cos, sin, y, heads, eps, row, x_batch, x_head, x_token,
     H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, HALF)
-    inside = (n < size)[:, None] & (cols < D // 2)[None, :]
+    inside = (n < heads)[:, None] & (cols < D // 2)[None, :]
     first, second, c, s = _halves(
         x, cos, sin, n, cols, inside, row, x_batch, x_head, x_token, H, T, D
     )
     if weight is not None:
         first, second, _ = _normalised(first, second, eps, D)
-        first *= tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)[None, :]
-        second *= tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        w1 = tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
+        first *= w1[None, :]
+        w2 = tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
+        second *= w2[None, :]
     to = y + (n.to(tl.int64) * D)[:, None] + cols[None, :]
     tl.store(to, (first * c - second * s).to(y.dtype.element_ty), mask=inside)
     tl.store(to + D // 2, (second * c + first * s).to(y.dtype.element_ty), mask=inside)
@@ -129,7 +113,7 @@ def _rope_forward(
 
 @triton.jit
 def _rope_backward(
-    dy, x, weight, cos, sin, dx, parts, size, eps, row,
+    dy, x, weight, cos, sin, dx, parts, heads, eps, row,
     dy_batch, dy_head, dy_token, x_batch, x_head, x_token, programs,
     H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     STEPS: tl.constexpr, STAGES: tl.constexpr,
@@ -146,7 +130,7 @@ def _rope_backward(
     sum2 = tl.zeros((ROWS, HALF), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         n = (program + step * programs) * ROWS + tl.arange(0, ROWS)
-        inside = (n < size)[:, None] & (cols < D // 2)[None, :]
+        inside = (n < heads)[:, None] & (cols < D // 2)[None, :]
         d1, d2, c, s = _halves(
             dy, cos, sin, n, cols, inside, row, dy_batch, dy_head, dy_token, H, T, D
         )
@@ -188,19 +172,16 @@ def _halves(
     T: tl.constexpr,
     D: tl.constexpr,
 ):
-    """The halves of the heads numbered n, in the order B, T, H,
-    and their cosines and sines; float32.
-    """
-    t, b = n // H % T, n // (H * T)
+    """The halves of the heads numbered n in the order B, T, H, their cosines and sines; float32."""
+    t = n // H % T
+    b = n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
     at = x + start[:, None] + cols[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
     angle = (t * row)[:, None] + cols[None, :]
-    c, s = (
-        tl.load(cos + angle, mask=inside, other=0.0),
-        tl.load(sin + angle, mask=inside, other=0.0),
-    )
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
     return first, second, c, s
 
 

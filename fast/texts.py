@@ -9,29 +9,27 @@ import ast
 from pathlib import Path
 
 DEFINITIONS = Path(__file__).with_name("definitions.py")
+SCOPES = (ast.FunctionDef, ast.ClassDef)
 # of a layer: what makes it and its first values, which fused forms do not compute
 FREE_METHODS = ("__init__", "reset_parameters", "extra_repr")
 
 
 def edits(path):
-    """{name: words} of the definitions that differ in a file from the copy,
-    or call one that does.
-    """
+    """{name: words} of the definitions that differ in a file from the copy, or call such a one."""
     expected, found = parsed(DEFINITIONS), parsed(path)
-    changed = {name for name in expected if trees(found.get(name)) != trees(expected[name])}
-    words = {name: f"{Path(path).stem}.{name} was edited" for name in expected if name in changed}
+    words = {}
     for name in expected:
-        called = called_by(expected[name], expected)
-        cause = next((other for other in called if other in changed), None)
-        if cause and name not in changed:
+        if trees(found.get(name, [])) != trees(expected[name]):
+            words[name] = f"{Path(path).stem}.{name} was edited"
+    changed = set(words)
+    for name in expected.keys() - changed:
+        for cause in sorted(called_by(expected[name], expected) & changed):
             words[name] = words[cause]
     return words
 
 
 def parsed(path):
-    """{name: nodes that bind it} of a file's functions,
-    classes and other names at the top level.
-    """
+    """{name: nodes that bind it} of the functions, classes and other names of a file."""
     found = {}
     for node in ast.parse(Path(path).read_text()).body:
         for name in bound_by(node):
@@ -41,28 +39,28 @@ def parsed(path):
 
 def bound_by(node):
     """The names that a statement of a file binds, in whatever part of it."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(node, SCOPES):
         return [node.name]
-    names = [
-        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    ]
-    within = (ast.FunctionDef, ast.ClassDef)
-    return [*names, *(n.name for n in ast.walk(node) if isinstance(n, within))]
+    names = []
+    for part in ast.walk(node):
+        if isinstance(part, SCOPES):
+            names.append(part.name)
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            names.append(part.id)
+    return names
 
 
 def trees(nodes):
-    """What is compared of the statements that bind a name; None where there are none."""
-    return nodes and [ast.dump(without_words(node)) for node in nodes]
+    """What is compared of the statements that bind a name."""
+    return [ast.dump(without_words(node)) for node in nodes]
 
 
 def without_words(node):
-    """The node without docstrings, free methods and the decorator `operation`,
-    which is not in the copy.
-    """
+    """The node without docstrings, free methods and `operation`, a decorator not in the copy."""
     if isinstance(node, ast.ClassDef):
         node.body = [part for part in node.body if getattr(part, "name", None) not in FREE_METHODS]
     for part in ast.walk(node):
-        if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(part, SCOPES):
             if ast.get_docstring(part, clean=False) is not None:
                 part.body = part.body[1:]
             part.decorator_list = [d for d in part.decorator_list if ast.unparse(d) != "operation"]

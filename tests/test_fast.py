@@ -1,6 +1,4 @@
-"""The fused kernels against float64, as test_fp8.py without an NVIDIA GPU;
-inputs are anew each time.
-"""
+"""The fused kernels against float64; without an NVIDIA GPU as in test_fp8.py."""
 
 import dataclasses
 import itertools
@@ -125,9 +123,7 @@ def test_linear_cross_entropy(N, C, P, V, dtype, cap, ignored, in_product, monke
     [(-4, {5: 8, 6: 8}, 300), (0, {5: 0.9, 6: 0.9, 1000: 1.1, 2000: 0.75}, 40)],
 )
 def test_losses_of_many_nats_and_of_none(base, above, least, in_product):
-    """exp is taken against the target's logit, or that and the last block's:
-    others are far from it.
-    """
+    """exp is taken against the logit of the target, or of the last block: others are far off."""
     V, C = 3 * loss.CE_BLOCK + 40, 72
     x = (1 + torch.randn(1, 6, C, device=DEVICE) / 8).to(WIDE).requires_grad_()
     weight = torch.randn(V + 16, C, device=DEVICE) / 8 + base
@@ -171,9 +167,7 @@ def test_tokens_that_do_not_count_and_numbers_that_are_none(in_product):
 @pytest.mark.parametrize("rows, C", [(1, 64), (37, 96), (MANY, 768), (5, 5000)])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16] if GPU else [torch.float32])
 def test_norm(rows, C, kind, shifted, residual):
-    """Alone, and its operators with what fusion.py adds:
-    a sum before it, other gradients of both sides.
-    """
+    """Alone, and with what fusion.py adds: a sum before it, more gradients on both sides."""
     layer = models.make_norm(GPTConfig(n_embd=C, norm=kind, bias=shifted)).to(DEVICE)
     weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
     centred, parameters = (
@@ -317,9 +311,7 @@ def test_rope_turns_gradients_back():
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])
 @pytest.mark.parametrize("shape", SHAPES_OF_MODELS)
 def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled, monkeypatch):
-    """Loss and gradients are within what two bf16 computations differ by;
-    all but the narrow MLP is fast.
-    """
+    """Loss and gradients differ as two computations in bf16 do; only the narrow MLP is plain."""
     cfg = GPTConfig(
         vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape
     )
@@ -412,9 +404,7 @@ def test_auto_without_bf16_is_fp16_where_its_loss_scaler_serves(settings, precis
     "level, flag, unusable", [(28, "amx_tile", True), (32, "amx_tile", False), (28, "", False)]
 )
 def test_amx_without_its_description_is_left_alone(level, flag, unusable, tmp_path, monkeypatch):
-    """A virtual machine's CPU says that it has AMX,
-    and CPUID ends before the sizes of its tiles.
-    """
+    """A virtual machine's CPU announces AMX, but its CPUID ends before the sizes of the tiles."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     info = f"cpuid level : {level}\nflags : fpu {flag}\n\ncpuid level : 28\nflags : amx_tile\n"

@@ -1,6 +1,4 @@
-"""fp8.py against float64, without an NVIDIA GPU in Triton's
-interpreter and with PyTorch for cuBLASLt.
-"""
+"""fp8.py against float64; without an NVIDIA GPU by Triton's interpreter, and PyTorch's products."""
 
 import dataclasses
 import math
@@ -106,9 +104,7 @@ def test_a_cast_keeps_nan(what, e5m2):
 @pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("std", [slow(1e-7), *[1.0] * GPU, 1e4])
 def test_cast(M, widths, what, e5m2, std):
-    """Value, transpose, column sums, and the scale:
-    a power of two that leaves the room it should.
-    """
+    """Value, transpose, column sums, and the scale: a power of two with the room it should have."""
     std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
     top = torch.zeros(2, device=DEVICE)
     limit = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
@@ -154,9 +150,7 @@ def beside_and_exactly(what, x, before):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("terms", [768, 4096, 4112, 65_536])
 def test_sums(terms, fast):
-    """Fast ones keep some 14 bits of the largest number on the way;
-    none over cublas.FAST_TERMS is fast.
-    """
+    """Fast ones keep some 14 bits of the largest number; none over cublas.FAST_TERMS is fast."""
     a, b = randn(512, terms).to(torch.float8_e4m3fn), randn(256, terms).to(torch.float8_e5m2)
     one, out = torch.ones((), device=DEVICE), torch.full((512, 256), torch.nan, device=DEVICE)
     out = cublas.matmul(a, b.t(), out, scales=(one, one), fast=fast)
@@ -258,9 +252,7 @@ def test_rows_of_any_length():
 
 
 def test_only_tracked_layers_are_gathered_in_8_bits():
-    """A layer with a width that is no multiple of 16, or that model.py calls itself,
-    is gathered in bf16.
-    """
+    """In bf16: a layer with a width that is no multiple of 16, or that model.py calls itself."""
     own = small(n_layer=1, mlp="swiglu", n_hidden=72)
     own.blocks[0].extra = nn.Linear(64, 64)
     fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)

@@ -136,9 +136,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [costly(False), costly(True)])
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
-    """Also those with autograd functions and a choice of attention;
-    what is cached computes the same bits.
-    """
+    """Those with autograd functions and a choice of attention too, which compute the same bits."""
     monkeypatch.setattr(forms, "served", {DEVICE})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     runs, found = [], []

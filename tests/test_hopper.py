@@ -1,6 +1,4 @@
-"""hopper.py against float64 on a Hopper GPU;
-elsewhere: its kernels compile, and which operands it takes.
-"""
+"""hopper.py against float64 on a Hopper GPU; elsewhere its compilation and its operands' checks."""
 
 import contextlib
 import math
@@ -29,13 +27,13 @@ def randn(*shape, std=1.0):
 
 
 def guarded(M, N):
-    """(an (M, N) matrix between two blocks of sevens,
-    a function that says whether these are intact)
-    """
+    """(an (M, N) matrix between two blocks of sevens, a function: whether these are intact)"""
     flat = torch.full((M * N + 2048,), 7.0, device=GPU, dtype=torch.bfloat16)
-    return flat[1024:-1024].view(
-        M, N
-    ), lambda: (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
+
+    def intact():
+        return (flat[:1024] == 7).all() and (flat[-1024:] == 7).all()
+
+    return flat[1024:-1024].view(M, N), intact
 
 
 @on_hopper
@@ -127,9 +125,7 @@ def test_exponentials(M, N, K, softcap):
 
 @on_hopper
 def test_exponentials_of_absurd_logits_end():
-    """Of logits so large that the rounding of their shift alone is above 2^60,
-    and of infinite ones.
-    """
+    """Of infinite logits, and of ones so large that their shift's rounding alone is above 2^60."""
     a, b = randn(300, 64), randn(400, 64, std=0.25)
     a[:, 0], b[:, 0] = 0, 0
     a[7], b[1, 0] = 0, 754974720.0

@@ -1,6 +1,4 @@
-"""kernels.py: the loss in plain PyTorch, whole and in chunks, against float64;
-the choice of a kernel.
-"""
+"""kernels.py: the plain loss, whole and in chunks, against float64; the choice of a kernel."""
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from settings import GPTConfig
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """in_chunks(rows, V): the logits of `rows` tokens fit,
-    of which a power of two is computed at a time.
-    """
+    """in_chunks(rows, V): logits of `rows` tokens fit, of a power of two of which chunks are."""
     return lambda rows, V: monkeypatch.setattr(fast, "LOGITS_MIB", 4 * V * rows / 2**20)
 
 
@@ -85,9 +81,7 @@ def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone
 
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
-    """The weight's gradient of 512 chunks under autocast has no larger
-    error than of all tokens at once.
-    """
+    """Under autocast the weight's gradient is as exact of 512 chunks as of all tokens at once."""
     x, head, targets = (
         torch.randn(2, 256, 16),
         nn.Linear(16, 40, bias=False),
@@ -106,9 +100,7 @@ def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
 
 
 def test_chunks_compiled_share_a_graph(in_chunks, compiler):
-    """The compiled head makes one graph for all chunks, two or eight, and no more operators;
-    results stay.
-    """
+    """The compiled head has one graph for all chunks, two or eight, and the same results."""
     cfg, captured = GPTConfig(vocab_size=200, n_embd=32), []
     head = models.Head(cfg)
     x, targets = torch.randn(4, 32, 32, requires_grad=True), torch.randint(0, 200, (4, 32))
@@ -167,14 +159,14 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert fused(wide) and not fused(narrow) and not fused(wide, narrow)
     assert fused(wide, unless={"a reason": False}) and not fused(wide, unless={"a reason": True})
     assert not fused(wide, dtype=torch.float16) and not forms.fused("linear", x, wide)
-    assert not forms.other(wide, kernels.LayerNorm(16)) and forms.other(wide, Edited(16, 32))
+    assert not forms.do_more(wide, kernels.LayerNorm(16)) and forms.do_more(wide, Edited(16, 32))
     assert "NVIDIA" in forms.serve(torch.device("cpu")) and not forms.served and not fused(wide)
     monkeypatch.setattr(forms, "served", {"cpu"})
     assert forms.serve(torch.device("cpu"), "torch") == "ops=torch" and not forms.served
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
-        assert not forms.other(wide) and forms.other(layer)  # a layer with a hook is called
+        assert not forms.do_more(wide) and forms.do_more(layer)  # a layer with a hook is called
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):

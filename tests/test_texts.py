@@ -80,9 +80,7 @@ def test_another_text_is_an_edit_of_all_that_calls_it(edits, old, new, names):
 
 
 def test_a_loss_of_all_tokens_is_not_computed_in_chunks():
-    """An edit that divides by the number of tokens, say, differs in parts;
-    one of each token does not.
-    """
+    """An edit that divides by the number of tokens differs in parts; one of each token does not."""
     plain = inspect.unwrap(kernels.plain_loss)
     assert chunks.divisible(plain)
     assert chunks.divisible(lambda *arguments: 2 * plain(*arguments))
