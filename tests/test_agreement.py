@@ -109,9 +109,7 @@ def test_other_examples_of_hellaswag_are_refused_and_a_copy_is_none(data_dir, tm
 
 @pytest.fixture
 def pair(monkeypatch):
-    """As of two ranks: the last two answers of this process, of packages or of what else,
-    are gathered.
-    """
+    """Gathers this process's last two answers, of packages or of what else, as of two ranks."""
     pair = []
 
     def gathered(value):

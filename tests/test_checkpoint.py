@@ -105,8 +105,9 @@ def state_of(model, step):
 
 
 def drawn():
-    """A normal number of each generator; numpy and Python make two and
-    keep the second for the next call.
+    """A normal number of each generator.
+
+    NumPy and Python draw two and keep the second for the next call.
     """
     return (
         torch.randn(3).tolist(),
@@ -230,9 +231,7 @@ def save_until_killed(folder, step, seconds):
     "kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
 )
 def test_kill_in_the_middle_of_saving(tmp_path, kills):
-    """kill -9 at random moments of a process that saves without end:
-    the newest is whole each time.
-    """
+    """After each kill -9, at a random moment of endless saving, the newest checkpoint is whole."""
     newest = 0
     for kill in range(kills):
         done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))

@@ -45,9 +45,7 @@ def test_defaults_and_flags():
 
 
 def test_a_number_or_a_word():
-    """Also where typing makes typing.Union of it, which is not types.UnionType,
-    as Python 3.11 does.
-    """
+    """Also where typing makes typing.Union of it, not types.UnionType, as Python 3.11 does."""
 
     @dataclass
     class Rows:

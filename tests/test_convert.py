@@ -1,6 +1,4 @@
-"""convert.py, weights of run/hf.py: logits equal transformers', both ways are exact,
-the rest is refused.
-"""
+"""convert.py, run/hf.py: logits equal transformers', both ways are exact, the rest is refused."""
 
 import dataclasses
 import errno
@@ -52,9 +50,7 @@ def made(config):
 
 
 def randomized(model):
-    """Every parameter unlike its neutral value and every other;
-    large enough for sharp attention.
-    """
+    """Every parameter unlike its neutral value and the others; large enough for sharp attention."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

@@ -535,9 +535,7 @@ def train_until_killed(words, seconds):
 @pytest.mark.repeated
 @pytest.mark.slow
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
-    """A run resumes after each kill; its losses are those of a run that was never killed,
-    bit for bit.
-    """
+    """A run resumes after each kill; its losses equal, bit for bit, those of a run never killed."""
     rng = random.Random(number)
     settings = dict(
         max_steps=100_000, save_interval=2, keep_last=2, async_save=True, schedule="constant"

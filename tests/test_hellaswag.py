@@ -1,6 +1,4 @@
-"""hellaswag.py: scores equal one row at a time, whatever the batch and ranks;
-damaged files and downloads.
-"""
+"""hellaswag.py: scores of any batch and ranks equal single rows'; damaged files and downloads."""
 
 import json
 import re
@@ -109,9 +107,7 @@ def test_an_ending_has_the_tokens_that_it_has_in_the_text():
 
 @pytest.fixture(scope="module")
 def across():
-    """A tokenizer whose tokens span spaces, as SentencePiece's may;
-    it drops the characters that it lacks.
-    """
+    """A tokenizer with tokens across spaces, as SentencePiece's may be; it drops what it lacks."""
     theirs = pytest.importorskip("tokenizers")
     inner = theirs.Tokenizer(theirs.models.BPE())
     inner.decoder = theirs.decoders.Fuse()
@@ -125,9 +121,7 @@ def across():
 
 @pytest.mark.fault(115)
 def test_a_token_across_the_join_begins_the_ending(across):
-    """As many rows are counted, the whole ending is scored,
-    and the score is that of one row at a time.
-    """
+    """Such rows are counted, whole endings are scored, and the score is that of single rows."""
     examples = made_up(40)
     prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
     shape = GPTConfig(
@@ -154,9 +148,7 @@ def test_a_token_across_the_join_begins_the_ending(across):
 
 @pytest.mark.fault(115)
 def test_contexts_and_endings_of_no_token(across):
-    """A context that one token swallows is scored after the separator;
-    an ending of nothing is refused.
-    """
+    """A context inside one token is scored after the separator; an ending of nothing is refused."""
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
     assert all(

@@ -257,9 +257,7 @@ def test_a_shorter_sequence_is_a_prefix_and_a_longer_one_an_error(family):
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_positions_are_rows_of_the_tables(family):
-    """Those of the tokens in their sequences, wherever they stand in the batch;
-    None: 0 to T - 1.
-    """
+    """Those of tokens in their sequences, wherever they are in the batch; None: 0 to T - 1."""
     model = randomized(small(**family)).eval()
     x, at = ids(model.cfg, T=7), torch.tensor([2, 3, 5, 8, 13, 14, 15])
     exact = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)

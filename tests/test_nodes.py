@@ -1,6 +1,4 @@
-"""Several nodes: a torchrun for each, two of them on this machine,
-and docs/operations.md's SLURM script.
-"""
+"""Several nodes: two torchruns on this machine, and the SLURM script of docs/operations.md."""
 
 import inspect
 import os
@@ -35,10 +33,9 @@ esac
 
 
 def start_nodes(words, logs, each=1, numbered=False):
-    """Two torchruns of `each` ranks, which write into `logs`; numbered: else a rendezvous numbers
-    them.
+    """Starts two torchruns of `each` ranks, which write into `logs`.
 
-    Each node sees as many GPUs, if there are enough.
+    numbered: else a rendezvous numbers them. Each node sees as many GPUs, if there are enough.
     """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
@@ -99,9 +96,7 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
 
 
 def check_a_lost_node(data_dir, tmp_path, rel, **settings):
-    """Two nodes of two ranks, of which one is killed: the other ends;
-    then both, and one alone, go on.
-    """
+    """Of two nodes of two ranks one is killed: the other ends; then both, or one alone, go on."""
     settings = SHORT | dict(schedule="constant", sample_interval=0, keep_last=10**6) | settings
     both = dict(parallel="hsdp")  # which shards within a node, so that each holds a copy
     one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]

@@ -1,6 +1,4 @@
-"""sample.py's command line, chat included, and how it loads weights;
-test_sampling.py tests the tokens.
-"""
+"""sample.py's command line and chat, and how it loads weights; test_sampling.py tests tokens."""
 
 import dataclasses
 import io
@@ -127,9 +125,7 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
 
 @pytest.fixture
 def chatty(tmp_path):
-    """A Hugging Face folder of a small Llama,
-    whose tokenizer and chat template transformers wrote.
-    """
+    """A small Llama's Hugging Face folder; transformers wrote its tokenizer and chat template."""
     transformers = pytest.importorskip("transformers")
     inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
@@ -235,8 +231,11 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
 
 
 def divided_in_rank(settings, precision, ids):
-    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part
-    and of the whole, the most that a load held and that a forward held)"""
+    """For ranks.call: a divided model beside the whole one, in logits and in memory.
+
+    Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
+    load held, the most that a forward held.
+    """
     read, world = reshard.SavedTensor.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 

@@ -65,9 +65,7 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
 
 
 def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
-    """GPT-2 124M's matrices and embeddings, and its vectors;
-    then the optimizer's groups, whatever it is.
-    """
+    """GPT-2 124M's matrices and embeddings, and its vectors; then groups of any optimizer."""
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
     words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
     assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
@@ -496,9 +494,7 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(
 
 @pytest.mark.gpu
 def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
-    """From 2**40 the scaler halves its scale until gradients are finite;
-    a skipped step changes no weight.
-    """
+    """The scale is halved from 2**40 until gradients are finite; skipped steps change no weight."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     settings = dict(
