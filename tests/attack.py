@@ -198,11 +198,10 @@ def kill(bench, place, rng, told):
     words, said = bench.words(out, **settings), 0
     for _ in range(rng.randrange(2, 7)):
         how = rng.choice(("time", "change", "change", "change", "stop"))
-        at = (
-            rng.uniform(0.05, 1.2)
-            if how == "time"
-            else rng.randrange(1, 120 if how == "change" else 4)
-        )
+        if how == "time":
+            at = rng.uniform(0.05, 1.2)
+        else:
+            at = rng.randrange(1, 120 if how == "change" else 4)
         done = bench.run(
             number, words, (how, at, rng.random() < 0.5), rng.randrange(max(1, number))
         )

@@ -141,10 +141,8 @@ def complete(cfg, folder, log):
         for kind in ("train", "val", "hellaswag", "sample")
     ]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad, left = (
-        [path for path in saved if checkpoint_folders.problem(path)],
-        list(folder.glob(".writing*")),
-    )
+    bad = [path for path in saved if checkpoint_folders.problem(path)]
+    left = list(folder.glob(".writing*"))
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
     expected = [cfg.steps, times, times, times - 1]  # samples are not made before the first step

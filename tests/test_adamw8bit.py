@@ -96,11 +96,8 @@ def tensors(rows, cols, dtype, device="cpu"):
 
 
 def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
-    key, rate, root = (
-        adamw8bit.random_key(0, step),
-        lr / (1 - beta1**step),
-        (1 - beta2**step) ** -0.5,
-    )
+    key = adamw8bit.random_key(0, step)
+    rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     return key, 1 - lr * decay, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, eps
 
 

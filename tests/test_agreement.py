@@ -181,11 +181,9 @@ def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(d
         done = attempt(*words)
         assert done.codes == [4, 4], done.stderr
         [line] = error_lines(done)
-        cause = (
-            "rank 1 has another one of that name"
-            if copied
-            else "rank 1: .*manifest.json: No such file"
-        )
+        cause = "rank 1: .*manifest.json: No such file"
+        if copied:
+            cause = "rank 1 has another one of that name"
         assert re.search(cause, line), line
 
 

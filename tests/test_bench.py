@@ -568,7 +568,7 @@ def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
 
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
-    """The least memory of all ranks counts, of which bench.py step may use a part.
+    """The least free memory of any rank counts, of which bench.py step may use a part.
 
     An edited model is told from that of the arithmetic.
     """

@@ -95,10 +95,8 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
 
 def state_of(model, step):
     """A train.State of a new run after so many steps."""
-    optimizer, scaler = (
-        torch.optim.AdamW(model.parameters()),
-        torch.amp.GradScaler("cpu", enabled=False),
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     return train.State(
         model, optimizer, scaler, SimpleNamespace(state_dict=dict), step, tokens=64 * step
     )
@@ -191,10 +189,8 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
 
 
 def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
-    whole, ends = (
-        torch.arange(30.0).view(10, 3),
-        [0, 4, 8, 10, 10],
-    )  # fewer rows than ranks: the last has none
+    whole = torch.arange(30.0).view(10, 3)
+    ends = [0, 4, 8, 10, 10]  # fewer rows than ranks: the last has none
     paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
     for path, first, last in zip(paths, ends, ends[1:]):
         save_file(

@@ -220,10 +220,8 @@ def edit_tensors(folder, edit):
 @torch.no_grad()
 def same_logits(folder):
     """Ours and transformers' of a folder agree; returns our settings."""
-    (ours, cfg), theirs = (
-        load(folder),
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-    )
+    ours, cfg = load(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = theirs.eval()(x := ids_for(theirs)).logits
     assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()
     return cfg
@@ -543,10 +541,8 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
     run = tmp_path / "run"
     models = [build(cfg, CPU, seed=seed) for seed in range(3)]
     for step, own in enumerate(models):
-        tensors, state = (
-            {"model": dict(own.named_parameters())},
-            {"config": vars(cfg), "val_loss": 1.0},
-        )
+        tensors = {"model": dict(own.named_parameters())}
+        state = {"config": vars(cfg), "val_loss": 1.0}
         checkpoint.save(run, step, tensors, state, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
     found, pairs = load_model(tmp_path / "mean"), (m.parameters() for m in models[1:])

@@ -1,4 +1,4 @@
-"""--cuda_graph: replayed micro-steps have launched ones' bits; what it cannot do is refused."""
+"""--cuda_graph: a replayed micro-step has the launched one's bits; what it cannot do is refused."""
 
 import contextlib
 import subprocess

@@ -462,9 +462,8 @@ def check(edit, found, settings):
     else:
         autocast = errors(plain(edit, precision="bf16", **shape), reference)
         assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
-        assert all(errors(found, other)[1] > OTHER for other in others), (
-            "the edit or the mask has no effect"
-        )
+        why = "the edit or the mask has no effect"
+        assert all(errors(found, other)[1] > OTHER for other in others), why
     changed = [
         {name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)
     ]

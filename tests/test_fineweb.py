@@ -184,9 +184,8 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     order = np.random.default_rng(5).permutation(700)
     _, train = rebuild([texts[i] for i in order], tokenizer.load("bytes"), 0)
     assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
-    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], (
-        "no val shard"
-    )
+    names = [path.name for path in (tmp_path / "d").glob("*.bin")]
+    assert names == ["a_train_000001.bin"], "no val shard"
 
 
 def test_max_tokens_default_val_and_short_documents(tmp_path):
@@ -442,9 +441,8 @@ def test_disk_full(tmp_path, clean):
     inode = (tmp_path / "d/text_train_000002.bin").stat().st_ino
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
-    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, (
-        "what is finished is not made again"
-    )
+    why = "what is finished is not made again"
+    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, why
 
 
 @pytest.mark.fault(91)

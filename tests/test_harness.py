@@ -91,7 +91,7 @@ def test_equals_the_harness_on_the_export(changes, tmp_path):
 def test_the_likeliest_continuation_is_greedy(once):
     """A model's own greedy text is greedy, and one with another last token is not.
 
-    The model is of no class of Hugging Face's.
+    The model has no Hugging Face class.
     """
     ids = torch.tensor([list(b"the man")])
     text = once.tokenizer.decode(

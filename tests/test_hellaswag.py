@@ -63,10 +63,8 @@ def naive(model, examples, tokenizer):
 
 def test_equals_one_row_at_a_time():
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
-    prepared, expected = (
-        hellaswag.prepare(examples, tokenizer, 128),
-        naive(model, examples, tokenizer),
-    )
+    prepared = hellaswag.prepare(examples, tokenizer, 128)
+    expected = naive(model, examples, tokenizer)
     expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
         score, _ = evaluated(model, prepared, batch_tokens)
@@ -248,10 +246,8 @@ def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, caps
         rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
         assert len(rows) == 4
         for i, (marks, total, mean, ending) in enumerate(rows):
-            context, own = (
-                tokenizer.encode(example["ctx"]),
-                tokenizer.encode(" " + example["endings"][i]),
-            )
+            context = tokenizer.encode(example["ctx"])
+            own = tokenizer.encode(" " + example["endings"][i])
             assert example["endings"][i].startswith(ending.split()[0])
             logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
             expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
@@ -291,9 +287,8 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     one, two = (evaluated(m, prepared, 256)[1]["acc_easy"] for m in (model, other))
     gain = one.astype(float) - two
     words_of_it = f"acc_easy {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
-    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), (
-        done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), said
     path.write_text("{")
     for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
         broken = ranks.run(2, words + more, "hellaswag.py")

@@ -35,7 +35,8 @@ esac
 def start_nodes(words, logs, each=1, numbered=False):
     """Starts two torchruns of `each` ranks, which write into `logs`.
 
-    numbered: else a rendezvous numbers them. Each node sees as many GPUs, if there are enough.
+    numbered: the commands number the nodes; else a rendezvous does. Each node sees as many GPUs as
+    it has ranks, if there are enough.
     """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
@@ -185,9 +186,8 @@ def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
     assert first.wait(300) != 0
-    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (
-        tmp_path / "log"
-    ).read_text()
+    said = (tmp_path / "log").read_text()
+    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", said
     assert job().wait(300) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "requeued").read_text().count("\n") == 1
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 401))

@@ -130,14 +130,10 @@ def test_validation_begins_after_the_start_and_the_axis_holds_its_end(tmp_path, 
 
 def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp_path):
     names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
-    a, b = (
-        run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2"),
-        run_of(tmp_path / "b", out_dir="b", lr=0.2),
-    )
-    c, d = (
-        run_of(tmp_path / "c", lr=0.1),
-        run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3),
-    )
+    a = run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2")
+    b = run_of(tmp_path / "b", out_dir="b", lr=0.2)
+    c = run_of(tmp_path / "c", lr=0.1)
+    d = run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3)
     assert names([a, b]) == ["lr=0.1, mlp=relu2", "lr=0.2, mlp=gelu"]  # gelu is the default
     assert names([b, c]) == ["lr=0.2", "lr=0.1"]
     assert names([c, d]) == ["c", "d"]  # too many differ

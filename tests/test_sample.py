@@ -88,10 +88,8 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         "--max_new_tokens=40",
     ]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
-    alone, both = (
-        ranks.run(0, words, "sample.py"),
-        ranks.run(2, [*words, "--parallel=fsdp"], "sample.py"),
-    )
+    alone = ranks.run(0, words, "sample.py")
+    both = ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     (texts, last), (expected, alone_last) = (
         done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone)
@@ -240,10 +238,9 @@ def divided_in_rank(settings, precision, ids):
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def checked(stored, rows):
-        if len(stored.shape) and stored.dtype.is_floating_point:
-            assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / world.size, (
-                stored.shape
-            )
+        shape = stored.shape
+        if len(shape) and stored.dtype.is_floating_point:
+            assert rows is not ... and rows.stop - rows.start <= shape[0] / world.size, shape
         return read(stored, rows)
 
     reshard.SavedTensor.__getitem__ = checked  # the patch ends with the process

@@ -193,10 +193,8 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 
 
 def test_top_k_and_temperature():
-    logits, generator = (
-        torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1),
-        torch.Generator().manual_seed(0),
-    )
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
     for temperature, top_k in ((1.0, 2), (0.5, 3), (2.0, None)):
         found = (
             sampling.draw_token(logits, temperature, top_k, generator).bincount(minlength=4) / 4000

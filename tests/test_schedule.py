@@ -125,9 +125,8 @@ def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
         ("odd", 5, dict(max_tokens=2049)),
     ]:
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
-        assert max(lines) == steps and lines[steps]["tokens"] == (
-            2048 if name != "odd" else 5 * 512
-        ), name
+        tokens = 2048 if name != "odd" else 5 * 512
+        assert max(lines) == steps and lines[steps]["tokens"] == tokens, name
         out = capsys.readouterr().out
         assert (
             f"step {steps}/{steps} | loss" in out

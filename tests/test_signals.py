@@ -169,10 +169,8 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(
     done = attempt(
         number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings
     )
-    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (
-        done.codes,
-        done.stderr,
-    )
+    found = done.codes, done.stderr
+    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, found
     assert sorted(losses(read_log(tmp_path / "cut"))) == [1, 2]
     ranks.run(number, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
     ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
@@ -378,10 +376,8 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     words = flags(
         data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings
     )
-    process, text = (
-        start_torchrun(words, tmp_path / "log", "--max-restarts=3"),
-        (tmp_path / "log").read_text,
-    )
+    process = start_torchrun(words, tmp_path / "log", "--max-restarts=3")
+    text = (tmp_path / "log").read_text
     for step, rank in kills.items():
         wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
         os.kill(children(process.pid)[rank], signal.SIGKILL)

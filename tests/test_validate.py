@@ -19,10 +19,8 @@ from system.errors import UserError
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Byte shards of a few dozen source files."""
-    folder, files = (
-        tmp_path_factory.mktemp("evaluate"),
-        f"{sysconfig.get_path('stdlib')}/asyncio/*.py",
-    )
+    folder = tmp_path_factory.mktemp("evaluate")
+    files = f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
     settings = dict(
         dataset=files, tokenizer="bytes", out_dir=str(folder / "data"), val_tokens=100_000
     )
