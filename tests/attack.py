@@ -159,8 +159,11 @@ def train_until(words, ends, at_rank):
 
 
 def end(how, at, after=False):
-    """Ends this process: how: "time", after `at` s; "change", before or after the at-th change of a
-    folder; "stop", by SIGTERM before the at-th batch of evaluations."""
+    """Ends this process by SIGKILL at a time or a change of a folder, or by SIGTERM in evaluations.
+
+    how: "time", after `at` s; "change", before or after the at-th change of a folder; "stop",
+    before the at-th batch of evaluations.
+    """
     if how == "time":
         threading.Timer(at, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return
@@ -195,11 +198,10 @@ def kill(bench, place, rng, told):
     words, said = bench.words(out, **settings), 0
     for _ in range(rng.randrange(2, 7)):
         how = rng.choice(("time", "change", "change", "change", "stop"))
-        at = (
-            rng.uniform(0.05, 1.2)
-            if how == "time"
-            else rng.randrange(1, 120 if how == "change" else 4)
-        )
+        if how == "time":
+            at = rng.uniform(0.05, 1.2)
+        else:
+            at = rng.randrange(1, 120 if how == "change" else 4)
         done = bench.run(
             number, words, (how, at, rng.random() < 0.5), rng.randrange(max(1, number))
         )
@@ -230,9 +232,7 @@ def kill(bench, place, rng, told):
 
 
 def check_resumed(done, said):
-    """Raises Failure if a run went on from before the step that was said to be saved,
-    or from none.
-    """
+    """Raises Failure if a run resumed before the step that was said to be saved, or not at all."""
     at = re.findall(r"^resumed .*step_0*(\d+)$", done.stdout, re.M)
     if "run          steps" in done.stdout and said and (not at or int(at[0]) < said):
         raise Failure(f"it resumed from {at}, although {said} was saved: {done.stderr[-500:]}")

@@ -1,5 +1,4 @@
-"""A server on this machine that speaks the Hugging Face hub's protocol as far as downloads need,
-with faults.
+"""A local server of the Hugging Face hub's protocol, as far as downloads need it, with faults.
 
     with Hub(folder) as hub:  # folder/datasets/owner/repository/file, folder/models/...
         hub.faults["a_000001.bin"] = ["drop", 429, 503, "short"]  # of the next GETs of it

@@ -1,5 +1,4 @@
-"""Makes Triton's interpreter, which runs the kernels where there is no GPU, about three times as
-fast.
+"""Makes Triton's interpreter, which runs kernels without a GPU, about three times as fast.
 
 A quarter of its time goes into looking for overflow of integers, for which a test's arrays are too
 small, and as much into patching triton.language again whenever one jitted function calls another.

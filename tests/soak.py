@@ -1,5 +1,4 @@
-"""A long run of a small model with everything switched on: do its memory and its step time stay as
-they are?
+"""A long run of a small model with everything on: do its memory and step time stay as they are?
 
     python tests/soak.py                             # 5,000 steps on two CPU ranks, 2 to 4 minutes
     python tests/soak.py --ranks=1 --device=cuda     # on a GPU
@@ -56,9 +55,7 @@ def main(cfg):
 
 
 def make_data(folder):
-    """(folder of shards, file of HellaSwag's form),
-    a million bytes and 200 examples that teach nothing.
-    """
+    """(folder of shards, HellaSwag file): a million bytes and 200 examples that teach nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = stdlib_bytes(1_000_000)
     write_shard(folder / "py_val_000000.bin", tokens[:50_000])
@@ -117,9 +114,7 @@ def train(cfg, words, out_dir):
 
 
 def memory_of_ranks(torchrun):
-    """[MiB of resident memory of rank 0, of rank 1, ...],
-    in the order in which torchrun started them.
-    """
+    """[MiB of resident memory of each rank], in the order in which torchrun started them."""
     try:
         pids = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
@@ -139,19 +134,15 @@ def last_step(log):
 
 
 def complete(cfg, folder, log):
-    """Rows of the table, (what, found, limit, whether it holds):
-    has all been done that was to be?
-    """
+    """Rows of the table, (what, found, limit, whether it holds), on whether all work was done."""
     saved = list(folder.glob("step_*"))
     counts = [
         sum(line["kind"] == kind for line in log)
         for kind in ("train", "val", "hellaswag", "sample")
     ]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad, left = (
-        [path for path in saved if checkpoint_folders.problem(path)],
-        list(folder.glob(".writing*")),
-    )
+    bad = [path for path in saved if checkpoint_folders.problem(path)]
+    left = list(folder.glob(".writing*"))
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"
     expected = [cfg.steps, times, times, times - 1]  # samples are not made before the first step

@@ -51,9 +51,7 @@ def device(capability):
 
 
 def compiled(capability):
-    """{(kernel, hash): CompiledKernel} of a step of each shape, in bf16
-    and, where the GPU has it, in fp8.
-    """
+    """{(kernel, hash): CompiledKernel} of each shape's step, in bf16 and, if supported, in fp8."""
     found, launch = {}, JITFunction.run
 
     def compile_only(self, *arguments, grid, warmup, **options):

@@ -1,6 +1,4 @@
-"""A model that computes parts of its forward again gives the same losses, to the bit,
-and gradients.
-"""
+"""A model that recomputes parts of its forward has the same losses, bit for bit, and gradients."""
 
 import contextlib
 import gc
@@ -52,9 +50,7 @@ def trained(model):
 
 
 def check(model, shape=GROUPED, rel=0.0, atol=1e-7):
-    """Loss and gradients are those of a model that keeps all;
-    sums in another order have other last bits.
-    """
+    """Loss and gradients are those of a model that keeps all, but for the order of sums."""
     (loss, grads), (expected, refs) = trained(model), trained(build(shape))
     torch.testing.assert_close(loss, expected, rtol=rel, atol=0)
     torch.testing.assert_close(grads, refs, rtol=1e-4, atol=atol)
@@ -115,8 +111,9 @@ DRAWS = {
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("kind", ["block", "selective"])
 def test_random_numbers_of_an_edit_are_replayed(kind, draws):
-    """An activation that draws numbers; tiles draw others than the whole,
-    so they are compared with tiles.
+    """An activation that draws random numbers draws the same ones when it is computed again.
+
+    Tiles draw other numbers than the whole, so that tiles are compared with tiles.
     """
     found = []
     for own in (kind, kind if kind == "selective" else "none"):
@@ -146,9 +143,7 @@ def test_same_gradients_compiled(kind, compiler):
 
 
 def kept_bytes(kind):
-    """Bytes that autograd holds between forward and backward, each storage once,
-    parameters apart.
-    """
+    """Bytes that autograd holds from forward to backward, each storage once, parameters apart."""
     model = build(kind=kind, n_layer=4, block_size=64)
     found = saved(model)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -173,8 +168,9 @@ def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
 
 
 def test_what_is_kept():
-    """selective: of 512 tokens a block, neither gate and up, 352
-    numbers, nor their product, 176.
+    """selective keeps neither gate and up nor their product.
+
+    They are 352 and 176 numbers of each of a block's 512 tokens.
     """
     none = kept_bytes("none")
     assert kept_bytes("block") < none / 5
@@ -185,9 +181,7 @@ def test_what_is_kept():
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("heads, T, D", [((4, 4), 128, 64), ((8, 2), 384, 128)])
 def test_kept_attention(backend, heads, T, D):
-    """Result and gradients are those of the attention that computes both,
-    also for a dy of another layout.
-    """
+    """Result and gradients are those of plain attention, also for a dy of another layout."""
     bf16 = dict(device="cuda", dtype=torch.bfloat16)
     qkv = [torch.randn(2, T, h, D, **bf16).transpose(1, 2) for h in (*heads, heads[1])]
     ours = lambda *qkv: kernels.attention(*qkv, backend)
@@ -217,9 +211,7 @@ def test_kept_attention(backend, heads, T, D):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_offload_on_a_gpu(kind):
-    """Gradients with what is kept on the host, in tiles and fused,
-    are those of a model that keeps all.
-    """
+    """Offload's gradients, in tiles and fused, are those of a model that keeps all on the GPU."""
     forms.serve(torch.device("cuda"))
     shape = GROUPED | {"n_hidden": 704, "qk_norm": True}  # whose norm gives float32 under autocast
     sizes = dict(vocab_size=512, n_layer=5, n_embd=256, block_size=1024, device="cuda")
@@ -250,9 +242,7 @@ def test_large_host_memory_is_pinned_at_its_own_size():
 
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_a_block_frees_what_it_kept_after_its_backward(kind):
-    """With the garbage collector off: no reference cycle, and no ctx,
-    holds tensors until the end.
-    """
+    """With the garbage collector off, no reference cycle and no ctx holds tensors until the end."""
     model, live = build(kind=kind, tile=16, n_layer=8), []
     is_kept = lambda x: type(x) is torch.Tensor and x.shape[:1] == (3,) and x.dim() > 2
 

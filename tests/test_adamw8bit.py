@@ -1,6 +1,4 @@
-"""adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW;
-also weights in bf16.
-"""
+"""adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW, weights in bf16."""
 
 import pytest
 import torch
@@ -54,8 +52,9 @@ def test_the_smallest_go_to_zero_in_the_first_moment_alone():
 
 
 def test_rounding_is_right_in_the_mean():
-    """Within six standard errors in 20,000 draws;
-    a step's standard deviation is at most half its width.
+    """The mean of 20,000 draws is right within six standard errors.
+
+    The standard deviation of a draw is at most half the width of its step.
     """
     torch.manual_seed(0)
     draws = 20_000
@@ -97,11 +96,8 @@ def tensors(rows, cols, dtype, device="cpu"):
 
 
 def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
-    key, rate, root = (
-        adamw8bit.random_key(0, step),
-        lr / (1 - beta1**step),
-        (1 - beta2**step) ** -0.5,
-    )
+    key = adamw8bit.random_key(0, step)
+    rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     return key, 1 - lr * decay, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, eps
 
 
@@ -110,8 +106,9 @@ def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
 @pytest.mark.parametrize("rows, cols", [(4096, 14_336)] if GPU else [(7, 300), (9, 256), (20, 72)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_equals_plain_torch(rows, cols, dtype):
-    """Five steps with gradients of very different sizes;
-    a GPU approximates roots, NumPy rounds otherwise.
+    """Five steps with gradients of very different sizes are equal but for rounding.
+
+    A GPU approximates roots, and NumPy rounds otherwise.
     """
     pytest.importorskip("triton")
     torch.manual_seed(0)

@@ -109,9 +109,7 @@ def test_other_examples_of_hellaswag_are_refused_and_a_copy_is_none(data_dir, tm
 
 @pytest.fixture
 def pair(monkeypatch):
-    """As of two ranks: the last two answers of this process, of packages or of what else,
-    are gathered.
-    """
+    """Gathers this process's last two answers, of packages or of what else, as of two ranks."""
     pair = []
 
     def gathered(value):
@@ -183,11 +181,9 @@ def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(d
         done = attempt(*words)
         assert done.codes == [4, 4], done.stderr
         [line] = error_lines(done)
-        cause = (
-            "rank 1 has another one of that name"
-            if copied
-            else "rank 1: .*manifest.json: No such file"
-        )
+        cause = "rank 1: .*manifest.json: No such file"
+        if copied:
+            cause = "rank 1 has another one of that name"
         assert re.search(cause, line), line
 
 

@@ -1,6 +1,4 @@
-"""bench.py as a person runs it, on the CPU,
-and the arithmetic of memory against what H200s showed.
-"""
+"""bench.py as a person runs it, on the CPU; the arithmetic of memory against what H200s took."""
 
 import dataclasses
 import itertools
@@ -80,9 +78,7 @@ def test_a_trace_of_a_cpu(tmp_path):
 
 
 def snapshot(tmp_path, name="a.pickle", peak=3):
-    """A file as torch.cuda.memory._snapshot has it:
-    a step, then the last one, whose peak is in GiB.
-    """
+    """A file in the form of torch.cuda.memory._snapshot: a step, then the last, of `peak` GiB."""
     event = lambda action, size, time: dict(action=action, size=size * 2**30, time_us=time, addr=0)
     events = [event("segment_alloc", 9, 0), event("alloc", 1, 0), event("alloc", 7, 1)]
     events += [
@@ -197,9 +193,7 @@ def test_other_peoples_models_begin_with_our_loss():
 
 @pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
 def test_other_peoples_8b_beside_ours(number, mode):
-    """The shape is the recipe's, so small here;
-    --kernels=liger needs a package that the tests lack.
-    """
+    """The recipe's shape, made small; --kernels=liger needs a package that the tests lack."""
     words = [
         "config/llama3_8b.py",
         "--device=cpu",
@@ -281,8 +275,9 @@ def test_the_estimate_counts_the_gradients_in_ddps_buckets():
 
 
 def test_the_estimate_counts_muons_updates():
-    """Two bytes a number of the blocks' matrices, beside gradients and moments:
-    the peak with remat=block.
+    """Updates take two bytes a number of the blocks' matrices, beside gradients and moments.
+
+    That is the peak with remat=block.
     """
     words = ["gpt2_1558m", "--remat=block", "--batch_size=1"]
     adam, muon = (recipe(*words, f"--optimizer={name}") for name in ("adamw", "muon"))
@@ -333,9 +328,7 @@ llama3_8b 68.6 batch_tokens=262144 reduce_dtype=bf16 precision=fp8 ranks=4
 
 @pytest.mark.parametrize("line", MEASURED.strip().splitlines())
 def test_memory_is_what_h200s_took(line):
-    """Peak memory in GiB that `bench.py step` or train.py printed,
-    on one H200 or on each of four.
-    """
+    """Peak GiB that `bench.py step` or train.py printed, on one H200 or on each of four."""
     name, measured, *words = line.removesuffix(" ranks=4").split()
     cfg = recipe(name, *(f"--{word}" for word in words))
     ranks = 4 if line.endswith("ranks=4") else 1
@@ -360,9 +353,7 @@ def held_in_rank(words):
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_the_hosts_memory_is_what_offloaded_states_take(kind):
-    """Over two ranks on the CPU, where nothing is pinned:
-    pinned, a size would be the next power of two.
-    """
+    """Two ranks on the CPU pin nothing; pinned, a size would be the next power of two."""
     words = [
         *TINY,
         "--n_embd=192",
@@ -381,8 +372,9 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
 
 
 def test_the_hosts_memory_is_counted():
-    """Half a million tokens of Llama 3 8B keep 128 GiB there, and weights,
-    gradients and moments as much.
+    """Half a million tokens of Llama 3 8B keep 128 GiB on the host.
+
+    Weights, gradients and moments take as much.
     """
     words = (
         "--block_size=524288 --batch_tokens=524288 --batch_size=1 --remat=block --remat_offload"
@@ -486,9 +478,7 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     ("llama3_8b_one_gpu", 1, []),
 ])  # fmt: skip
 def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ranks, words):
-    """On cards of 8 to 24, 80 and 141 GB; a larger card never takes a smaller one,
-    and some card fits.
-    """
+    """Of cards of 8 to 24, 80 and 141 GB some fit, and a larger one never has a smaller batch."""
     cfg, chosen = recipe(name, "--batch_size=auto", *words), []
     rows = cfg.batch_tokens // cfg.block_size // (ranks // cfg.context_parallel)
     for free in (gib * memory.GIB for gib in (7.5, 11, 15, 23, 78, 138)):
@@ -578,8 +568,9 @@ def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
 
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
-    """Of all ranks, of which bench.py step may use a part;
-    an edited model is told from the arithmetic's.
+    """The least free memory of any rank counts, of which bench.py step may use a part.
+
+    An edited model is told from that of the arithmetic.
     """
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(build, "pick_precision", lambda *_: ("bf16", "a test"))
@@ -621,9 +612,7 @@ def test_no_estimate_where_operations_keep_more_than_it_counts(word):
 
 
 def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
-    """Of which config.json suffices; a setting that contradicts it is refused,
-    and so is a checkpoint's.
-    """
+    """config.json suffices; a setting that contradicts it, or a checkpoint's shape, is refused."""
     config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
     config |= dict(
         num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5

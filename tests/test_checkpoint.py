@@ -95,18 +95,17 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
 
 def state_of(model, step):
     """A train.State of a new run after so many steps."""
-    optimizer, scaler = (
-        torch.optim.AdamW(model.parameters()),
-        torch.amp.GradScaler("cpu", enabled=False),
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     return train.State(
         model, optimizer, scaler, SimpleNamespace(state_dict=dict), step, tokens=64 * step
     )
 
 
 def drawn():
-    """A normal number of each generator; numpy and Python make two and
-    keep the second for the next call.
+    """A normal number of each generator.
+
+    NumPy and Python draw two and keep the second for the next call.
     """
     return (
         torch.randn(3).tolist(),
@@ -190,10 +189,8 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
 
 
 def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
-    whole, ends = (
-        torch.arange(30.0).view(10, 3),
-        [0, 4, 8, 10, 10],
-    )  # fewer rows than ranks: the last has none
+    whole = torch.arange(30.0).view(10, 3)
+    ends = [0, 4, 8, 10, 10]  # fewer rows than ranks: the last has none
     paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
     for path, first, last in zip(paths, ends, ends[1:]):
         save_file(
@@ -230,9 +227,7 @@ def save_until_killed(folder, step, seconds):
     "kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
 )
 def test_kill_in_the_middle_of_saving(tmp_path, kills):
-    """kill -9 at random moments of a process that saves without end:
-    the newest is whole each time.
-    """
+    """After each kill -9, at a random moment of endless saving, the newest checkpoint is whole."""
     newest = 0
     for kill in range(kills):
         done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))

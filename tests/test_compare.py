@@ -61,9 +61,7 @@ def test_a_gradient_that_is_not_reduced_is_found(data_dir, tmp_path):
 
 
 def checkpoints(**changes):
-    """(found, expected, start): checkpoints of three weights, which move, stay,
-    or follow rounding.
-    """
+    """(found, expected, start): checkpoints of three weights that move, stay or follow rounding."""
     start = {"w": torch.ones(9), "frozen": torch.ones(9), "noise": torch.ones(9)}
     moments = {
         "w": torch.full((9,), 1e-3),

@@ -45,9 +45,7 @@ def test_defaults_and_flags():
 
 
 def test_a_number_or_a_word():
-    """Also where typing makes typing.Union of it, which is not types.UnionType,
-    as Python 3.11 does.
-    """
+    """Also where typing makes typing.Union of it, not types.UnionType, as Python 3.11 does."""
 
     @dataclass
     class Rows:
@@ -260,10 +258,9 @@ def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
 
 def test_help_and_mistakes_of_train_need_no_torch():
     done = script(["--help"], NO_TORCH)
-    assert done.returncode == 0 and "torchrun" in done.stdout and "--n_layer=12" in done.stdout, (
-        done.stderr
-    )
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    said = done.stdout
+    assert done.returncode == 0 and "torchrun" in said and "--n_layer=12" in said, done.stderr
+    assert max(map(len, said.splitlines())) <= 80
     wide = script(["--help"], COLUMNS="200").stdout.splitlines()
     assert 100 < max(map(len, wide)) <= 110
     done = script(["config/test", "--lerning_rate=1"], NO_TORCH)

@@ -16,9 +16,7 @@ from settings import Config
 
 
 def all_settings():
-    """What the process is set to: all of PyTorch's options for compiling,
-    and what else the code sets.
-    """
+    """All settings of the process: PyTorch's options to compile, and what else the code sets."""
     configs = (
         torch._dynamo.config,
         torch._functorch.config,

@@ -1,6 +1,4 @@
-"""convert.py, weights of run/hf.py: logits equal transformers', both ways are exact,
-the rest is refused.
-"""
+"""convert.py, run/hf.py: logits equal transformers', both ways are exact, the rest is refused."""
 
 import dataclasses
 import errno
@@ -52,9 +50,7 @@ def made(config):
 
 
 def randomized(model):
-    """Every parameter unlike its neutral value and every other;
-    large enough for sharp attention.
-    """
+    """Every parameter unlike its neutral value and the others; large enough for sharp attention."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -224,10 +220,8 @@ def edit_tensors(folder, edit):
 @torch.no_grad()
 def same_logits(folder):
     """Ours and transformers' of a folder agree; returns our settings."""
-    (ours, cfg), theirs = (
-        load(folder),
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-    )
+    ours, cfg = load(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = theirs.eval()(x := ids_for(theirs)).logits
     assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()
     return cfg
@@ -547,10 +541,8 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
     run = tmp_path / "run"
     models = [build(cfg, CPU, seed=seed) for seed in range(3)]
     for step, own in enumerate(models):
-        tensors, state = (
-            {"model": dict(own.named_parameters())},
-            {"config": vars(cfg), "val_loss": 1.0},
-        )
+        tensors = {"model": dict(own.named_parameters())}
+        state = {"config": vars(cfg), "val_loss": 1.0}
         checkpoint.save(run, step, tensors, state, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
     found, pairs = load_model(tmp_path / "mean"), (m.parameters() for m in models[1:])

@@ -1,6 +1,4 @@
-"""--cuda_graph: a replayed micro-step is the launched one, bit for bit;
-what it cannot do is refused.
-"""
+"""--cuda_graph: a replayed micro-step has the launched one's bits; what it cannot do is refused."""
 
 import contextlib
 import subprocess
@@ -45,9 +43,7 @@ def deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_steps_equal_launched_ones(name, deterministic):
-    """Losses, gradient norms and the weights after six steps,
-    of which the graph does the last three.
-    """
+    """Losses and gradient norms of six steps, the last three by the graph, and the last weights."""
     launched, replayed = both_ways(REPLAYED[name].split())
     same(launched, replayed)
     found = launched[0][::2]
@@ -155,9 +151,7 @@ def test_ranks_average_the_gradients_of_replays(more):
 
 @pytest.mark.gpu
 def test_a_run_with_evaluations_resumes(data_dir, tmp_path, deterministic):
-    """train.py with evaluations and checkpoints between the replays, and a resumed run,
-    equal one without.
-    """
+    """A run that evaluates and saves between replays, or is resumed, equals one without a graph."""
     settings = dict(
         device="cuda", precision="bf16", deterministic=True, eval_interval=3, sample_interval=4
     )

@@ -1,6 +1,4 @@
-"""--deterministic: runs of one command end with the same bits,
-and nothing is chosen by time or order.
-"""
+"""--deterministic: runs of a command end with equal bits; nothing is chosen by time or order."""
 
 import pytest
 import ranks
@@ -57,9 +55,7 @@ def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
-    """Each run is a process of its own: what is timed would be kept
-    for the second run of one process.
-    """
+    """Each run is a process of its own: a second run in one process would keep what was timed."""
     settings = dict(precision="bf16") | settings
     for name in "ab":
         words = flags(data_dir, tmp_path / name, **settings, device="cuda", deterministic=True)
@@ -70,9 +66,7 @@ def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
 
 
 def test_nothing_is_timed(monkeypatch, deterministic):
-    """cublas.matmul takes the first algorithm, by another plan than a run that times;
-    so do q, k and v.
-    """
+    """cublas.matmul and q, k and v take the first way, by another plan than a run that times."""
     cublas = pytest.importorskip(
         "fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only"
     )

@@ -1,6 +1,4 @@
-"""chat.py and masks: against transformers, a loss written out, other ranks,
-damage and bad dialogues.
-"""
+"""chat.py and masks against transformers, a loss written out and ranks; damage, bad dialogues."""
 
 import ast
 import json
@@ -49,9 +47,7 @@ LLAMA3 = (  # the form of Llama 3's
 
 
 def questions():
-    """Dialogues of one to three turns about functions of Python's modules;
-    docstrings are answers.
-    """
+    """Dialogues of one to three turns on functions of Python's modules, answered by docstrings."""
     found, turns = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -324,9 +320,7 @@ def masked_step_in_rank(words):
 def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(
     data, tmp_path, parallel_as
 ):
-    """Micro-steps and ranks have other numbers of answers,
-    and the mean of their means is another.
-    """
+    """Micro-steps and ranks differ in their numbers of answers; the mean of means is another."""
     folder, _ = data
     given = SHAPE | dict(batch_size=1, batch_tokens=256, clip=None, positions="rope")
     more = dict(context_parallel=2) if parallel_as == "context" else dict(parallel=parallel_as)

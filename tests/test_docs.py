@@ -38,11 +38,9 @@ def replaced(path, old, new):
 
 
 def run(folder, words, ranks=0):
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        if ranks
-        else []
-    )
+    launcher = []
+    if ranks:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *launcher, "train.py", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,4 @@
-"""Document masks against float64 with an explicit mask, against documents alone, compiled,
-and over ranks.
-"""
+"""Document masks against an explicit one in float64 and documents alone; compiled; over ranks."""
 
 import functools
 
@@ -78,9 +76,7 @@ def weights(q, k, bounds):
 
 @torch.library.custom_op("tests::varlen", mutates_args=())
 def varlen(q: T, k: T, v: T, bounds: T, longest: int) -> T:
-    """Stands in on the CPU for torch's varlen_attn,
-    which is an operator of its own in the same way.
-    """
+    """Stands in on the CPU for torch's varlen_attn, which is a custom operator as well."""
     assert bounds[0] == 0 and bounds[-1] == len(q) and bounds.diff().max() <= longest
     v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
     return torch.einsum("hqk,khd->qhd", weights(q, k, bounds), v).contiguous()
@@ -174,9 +170,7 @@ def test_a_packed_row_is_its_documents_alone(way, shape):
 
 @pytest.mark.parametrize("way, kind, compiler", KINDS, indirect=["way", "compiler"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
-    """Over batches with other numbers of documents, from one to all tokens,
-    with and without gradients.
-    """
+    """For batches of one to as many documents as tokens, with and without gradients."""
     eager, model = (build(small(**GROUPED), CPU, seed=3) for _ in range(2))
     for m in (eager, model):
         documents.apply(m, EOT)
@@ -201,9 +195,7 @@ def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
 
 
 def test_off_is_the_plain_model(way):
-    """HellaSwag's rows, padded with zeros, and prompts that begin with the separator:
-    as without the mask.
-    """
+    """HellaSwag's rows, padded with zeros, and prompts that begin with a separator go unmasked."""
     plain, model = (build(small(**GROUPED), CPU, seed=3).eval() for _ in range(2))
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
@@ -269,9 +261,7 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
 @pytest.mark.parametrize("B, T", [(2, 1000), (1, 8192)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
-    """torch's kernel, forward and backward,
-    against documents alone in float32 on the same numbers.
-    """
+    """torch's kernel, forward and backward, against documents alone, its numbers in float32."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     shapes = [(B, H, T, D) for H in (8, kv_heads, kv_heads)]
@@ -283,10 +273,8 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
     masked = lambda *qkv: apart(there, *qkv)
     for share in (0.01, 0.05):
         there.find(rows(B, T, share=share).cuda())
-        low, exact = (
-            with_gradients(varlen, qkv, dy),
-            with_gradients(masked, [x.float() for x in qkv], dy),
-        )
+        low = with_gradients(varlen, qkv, dy)
+        exact = with_gradients(masked, [x.float() for x in qkv], dy)
         for got, expected in zip(low, exact):
             # rounded to 8 or 11 bits inside: errors are a few units in the last place of the
             # largest summands

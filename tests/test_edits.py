@@ -1,5 +1,4 @@
-"""Edits of model.py and kernels.py take effect and are right: fused, remat, masks, over ranks, in
-fp8.
+"""Edits of model.py and kernels.py take effect and are right: fused, remat, masks, ranks, fp8.
 
 Two steps of train.py's Training and an evaluation are compared with the same edit in plain PyTorch,
 float32 and one process. With SGD, since AdamW keeps little more of gradients than their signs.
@@ -285,9 +284,7 @@ HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
 def edited(file, edits, into=None):
-    """The module of a file with edits, (text, what stands there instead);
-    into: where its text is to lie.
-    """
+    """The module of a file with edits, (text, its replacement); into: where its text is to lie."""
     text = (ROOT / file).read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{file} has this {text.count(old)} times, not once:\n{old}"
@@ -302,9 +299,7 @@ def edited(file, edits, into=None):
 
 @contextlib.contextmanager
 def in_place(edit):
-    """Within it, all that imported `model` or `kernels` use those with an edit, None:
-    as they are.
-    """
+    """Within it, what imported `model` or `kernels` uses them edited, or for None as they are."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         assert sys.modules["model"] is unedited and not forms.edits
         if edit in DEFINITIONS:
@@ -341,8 +336,7 @@ def config(edit, settings):
 
 
 def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
-    """(losses, {parameter: its change}) of two steps and an evaluation with an edit, the same on
-    every rank.
+    """(losses, {parameter: change}) of two steps and an evaluation with an edit; all ranks agree.
 
     shape_of: the edit whose shape the model has, for edit=None. fast: in bf16 (or fp8) with fused
     kernels.
@@ -400,9 +394,7 @@ def evaluated(job, micros):
 
 
 def draw(model):
-    """Weights that depend on names and shapes alone;
-    a layer's results are about as large as its inputs.
-    """
+    """Weights by names and shapes alone; a layer's results are about as large as its inputs."""
     for name, initial in whole_parameters(model).items():
         whole = torch.randn(
             initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -456,8 +448,9 @@ def least_alike(found, reference):
 
 
 def check(edit, found, settings):
-    """Asserts that the steps are those of plain PyTorch with the edit, and not those without,
-    or unmasked.
+    """Asserts that the steps are those of plain PyTorch with the edit.
+
+    They must not be those without the edit, or without the document mask.
     """
     shape = {name: settings[name] for name in ("block_size", "document_mask") if name in settings}
     reference, others = plain(edit, **shape), [plain(None, edit, **shape)]
@@ -469,9 +462,8 @@ def check(edit, found, settings):
     else:
         autocast = errors(plain(edit, precision="bf16", **shape), reference)
         assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
-        assert all(errors(found, other)[1] > OTHER for other in others), (
-            "the edit or the mask has no effect"
-        )
+        why = "the edit or the mask has no effect"
+        assert all(errors(found, other)[1] > OTHER for other in others), why
     changed = [
         {name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)
     ]

@@ -1,5 +1,4 @@
-"""Experiments: small patches of the sources, as users write them, hold in every mode, or are
-refused there.
+"""Small patches of the sources, as users write them, hold in every mode, or are refused there.
 
 Each patch of tests/experiments/ is applied to a copy of the sources, which then runs as a user runs
 it: six steps of train.py on byte shards, in float32 on the CPU. What comes out is compared with a
@@ -112,8 +111,7 @@ def copy_of(sources, folder):
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """{whether with masks: folder} of shards of bytes, in which every twentieth token begins a
-    document.
+    """{whether with masks: folder} of byte shards, where every twentieth token begins a document.
 
     Of eight rows two have no target that counts, so that of two ranks, or of four micro-steps, one
     has none in its batch; of the others some have few.
@@ -305,9 +303,7 @@ def wrong_samples(own, cached, plain, said):
 
 
 def resumed_otherwise(runs, mode, whole):
-    """Steps after the checkpoint must be those of the run without a stop, bit by bit,
-    and all it saves.
-    """
+    """Steps after the checkpoint, and what is saved, must have the bits of a run without a stop."""
     found, expected = runs.figures(mode), runs.figures(whole)
     late = {
         kind: {s: v for s, v in expected[kind].items() if s > 3}
@@ -391,9 +387,7 @@ def wrong_effect(own, runs, without):
 
 
 def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
-    """What the checkpoint lacks is named, and stays as it was drawn;
-    what the model lacks is refused.
-    """
+    """What the checkpoint lacks is named and stays as drawn; what the model lacks is refused."""
     own = next(patch for patch in shelf.PATCHES if patch.name == "lora")
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))

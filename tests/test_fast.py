@@ -170,10 +170,8 @@ def test_norm(rows, C, kind, shifted, residual):
     """Alone, and with what fusion.py adds: a sum before it, more gradients on both sides."""
     layer = models.make_norm(GPTConfig(n_embd=C, norm=kind, bias=shifted)).to(DEVICE)
     weight, shift, eps = layer.weight, getattr(layer, "bias", None), layer.eps
-    centred, parameters = (
-        kind == "layernorm",
-        [torch.nn.init.normal_(p) for p in layer.parameters()],
-    )
+    centred = kind == "layernorm"
+    parameters = [torch.nn.init.normal_(p) for p in layer.parameters()]
     in_float64 = partial(F.layer_norm if centred else F.rms_norm, eps=eps)
     exactly = lambda x, *p: in_float64(x, (C,), *p)
     x, y = leaf(2, rows, C, dtype=residual), leaf(2, rows, C, dtype=WIDE)

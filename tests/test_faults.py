@@ -79,13 +79,11 @@ def shards(folder, **settings):
 def places(value, at=()):
     """The path of every value inside `value`."""
     yield at
-    inner = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    inner = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
     for key, part in inner:
         yield from places(part, (*at, key))
 
@@ -392,10 +390,8 @@ def test_no_other_process_encodes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
-    text, name = (
-        b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""]),
-        "a.jsonl",
-    )
+    text = b"\n".join([*good[:9], b"", *good[9:15], BAD_LINES[bad], *good[15:], b""])
+    name = "a.jsonl"
     if bad == "list":
         zstandard = pytest.importorskip("zstandard")
         text, name = zstandard.compress(text), "a.jsonl.zst"
@@ -535,9 +531,7 @@ def train_until_killed(words, seconds):
 @pytest.mark.repeated
 @pytest.mark.slow
 def test_random_kills_of_training(data_dir, tmp_path, number, kills):
-    """A run resumes after each kill; its losses are those of a run that was never killed,
-    bit for bit.
-    """
+    """A run resumes after each kill; its losses equal, bit for bit, those of a run never killed."""
     rng = random.Random(number)
     settings = dict(
         max_steps=100_000, save_interval=2, keep_last=2, async_save=True, schedule="constant"
@@ -594,7 +588,5 @@ def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
     settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
     # then they are killed
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
-    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, (
-        done.codes,
-        done.stderr,
-    )
+    found = done.codes, done.stderr
+    assert done.codes == [5, 5] and len(test_signals.error_lines(done)) == 1, found

@@ -1,6 +1,4 @@
-"""system/files.py: a file is old or new, JSON is read with a one-line error,
-a lock ends with its run.
-"""
+"""system/files.py: a file is old or new, bad JSON is told in one line, a lock ends with its run."""
 
 import errno
 import hashlib

@@ -1,6 +1,4 @@
-"""fineweb.py and corpus/writer.py: shards against a plain rebuild of them,
-kills and other faults.
-"""
+"""fineweb.py and corpus/writer.py: shards against a plain rebuild, kills and other faults."""
 
 import contextlib
 import io
@@ -142,9 +140,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.fault(38, 84)
 def test_kinds_of_files(tmp_path, streaming):
-    """A byte order mark and blanks at the front cost no document;
-    pandas 3 writes text as large_string.
-    """
+    """A BOM or blanks in front cost no document; pandas 3 writes text as large_string."""
     zstandard = pytest.importorskip("zstandard")
     line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
     (tmp_path / "a.txt").write_bytes(b"text file \xe9")
@@ -188,9 +184,8 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     order = np.random.default_rng(5).permutation(700)
     _, train = rebuild([texts[i] for i in order], tokenizer.load("bytes"), 0)
     assert np.array_equal(shard_tokens(tmp_path / "d", "train")[0], train)
-    assert [p.name for p in (tmp_path / "d").glob("*.bin")] == ["a_train_000001.bin"], (
-        "no val shard"
-    )
+    names = [path.name for path in (tmp_path / "d").glob("*.bin")]
+    assert names == ["a_train_000001.bin"], "no val shard"
 
 
 def test_max_tokens_default_val_and_short_documents(tmp_path):
@@ -214,9 +209,7 @@ def test_max_tokens_default_val_and_short_documents(tmp_path):
 
 
 def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, monkeypatch):
-    """A killed run goes on, and what fineweb.py prints at its end
-    names settings that train.py takes.
-    """
+    """A killed run goes on, and fineweb.py ends with a line of settings that train.py takes."""
     text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
     (tmp_path / "input.txt").write_text(text)
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
@@ -263,9 +256,7 @@ def test_a_large_vocabulary_is_validated_on_few_tokens_on_a_cpu():
 
 @pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])
 def test_the_command_at_the_end_is_taken_for_every_size(cfg):
-    """Its batch and rows fit into the tokens, its settings go together,
-    and it evaluates whole rows only.
-    """
+    """Batch and rows fit into the tokens, settings agree, and whole rows alone are evaluated."""
     for tokens in [2, 3, 40, 300, 1999, 2049, 5000, 20_001, 211_315, 10**6, 10**7, 10**9, 10**10]:
         for held_out in (0, tokens // 10):
             found = fineweb.go_on(cfg, Path("data/mine"), 300, tokens, held_out, True)
@@ -369,9 +360,7 @@ PACK = dict(KILLS, shard_tokens=140_000, pack=32_768)
 
 @pytest.mark.gpt2
 def test_packed_shards_hold_every_document_once(tmp_path, clean):
-    """Groups of 32,768 tokens, 4 to a shard;
-    validation and the documents' contents are as without.
-    """
+    """4 groups of 32,768 tokens a shard; validation and documents' contents are as without."""
     prepare(tmp_path / "d", **PACK)
     names = [name for name in clean if "_train_" in name]
     plain = np.concatenate([np.frombuffer(clean[name], np.uint16, offset=1024) for name in names])
@@ -452,9 +441,8 @@ def test_disk_full(tmp_path, clean):
     inode = (tmp_path / "d/text_train_000002.bin").stat().st_ino
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
-    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, (
-        "what is finished is not made again"
-    )
+    why = "what is finished is not made again"
+    assert (tmp_path / "d/text_train_000002.bin").stat().st_ino == inode, why
 
 
 @pytest.mark.fault(91)

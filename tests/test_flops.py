@@ -56,9 +56,7 @@ def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple
 
 
 def test_document_masks_leave_attention_out():
-    """Otherwise a step of 131,072 tokens in documents of 8,192 has an MFU of 96%
-    (Llama 3 8B on an H200).
-    """
+    """Else a step of 131,072 tokens in documents of 8,192 has an MFU of 96% (Llama 3 8B, H200)."""
     masked, cfg = analysed(document_mask=True, **GROUPED)
     attention = 6 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1)
     assert masked.flops_per_token == analysed(**GROUPED)[0].flops_per_token - attention
@@ -139,9 +137,7 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("setting", [dict(document_mask=True), dict(context_parallel=2)])
 def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
-    """One that computes softmax by itself instead of calling self.core,
-    and one that has no core.
-    """
+    """One that computes softmax by itself instead of calling self.core, and one without a core."""
 
     def forward(self, x, idx, positions):
         q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)

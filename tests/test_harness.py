@@ -1,5 +1,4 @@
-"""measure/harness.py: a checkpoint's scores and texts in lm-evaluation-harness are those of its
-export.
+"""measure/harness.py: a checkpoint's scores and texts in lm-evaluation-harness are its export's.
 
 They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its extra hf.
 """
@@ -48,9 +47,7 @@ def asked(kind, arguments):
 
 
 def checkpoint_of(folder, **changes):
-    """The folder of a checkpoint of random weights,
-    whose greedy texts are no repetitions of a token.
-    """
+    """The folder of a checkpoint of random weights whose greedy texts do not repeat one token."""
     cfg = GPTConfig(**SHAPE | changes)
     model = build(cfg, torch.device("cpu"), seed=1)
     with torch.no_grad():
@@ -92,8 +89,9 @@ def test_equals_the_harness_on_the_export(changes, tmp_path):
 
 
 def test_the_likeliest_continuation_is_greedy(once):
-    """A model without a class of Hugging Face:
-    its own greedy text is, one with another last token is not.
+    """A model's own greedy text is greedy, and one with another last token is not.
+
+    The model has no Hugging Face class.
     """
     ids = torch.tensor([list(b"the man")])
     text = once.tokenizer.decode(
@@ -125,9 +123,7 @@ def test_equals_hellaswag(once):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_texts_of_a_batch_are_those_of_one_row_without_a_cache(once, sampled, monkeypatch):
-    """Prompts of any length, one cut to the context;
-    greedy, and sampled from the one likeliest token.
-    """
+    """Prompts of any length, one cut to the context; greedy, or drawn from the likeliest token."""
     given = dict(until=["q"], max_gen_toks=24)
     given |= dict(do_sample=True, temperature=0.7, top_k=1) if sampled else {}
     prompts = ["", "a", "the man walks", "a dog", "x" * 90, "hill", "while they sing and then"]
@@ -193,9 +189,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 
 def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
-    """The front, with a task of one's own:
-    the table and the report have the acc of hellaswag.py.
-    """
+    """With a task of one's own, the command's table and report have the acc of hellaswag.py."""
     monkeypatch.setattr(
         tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False)
     )

@@ -1,6 +1,4 @@
-"""hellaswag.py: scores equal one row at a time, whatever the batch and ranks;
-damaged files and downloads.
-"""
+"""hellaswag.py: scores of any batch and ranks equal single rows'; damaged files and downloads."""
 
 import json
 import re
@@ -65,10 +63,8 @@ def naive(model, examples, tokenizer):
 
 def test_equals_one_row_at_a_time():
     model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(30)
-    prepared, expected = (
-        hellaswag.prepare(examples, tokenizer, 128),
-        naive(model, examples, tokenizer),
-    )
+    prepared = hellaswag.prepare(examples, tokenizer, 128)
+    expected = naive(model, examples, tokenizer)
     expected += naive(model, hellaswag.easy(examples), tokenizer)[:1]
     for batch_tokens in (64, 1024, 100_000):
         score, _ = evaluated(model, prepared, batch_tokens)
@@ -109,9 +105,7 @@ def test_an_ending_has_the_tokens_that_it_has_in_the_text():
 
 @pytest.fixture(scope="module")
 def across():
-    """A tokenizer whose tokens span spaces, as SentencePiece's may;
-    it drops the characters that it lacks.
-    """
+    """A tokenizer with tokens across spaces, as SentencePiece's may be; it drops what it lacks."""
     theirs = pytest.importorskip("tokenizers")
     inner = theirs.Tokenizer(theirs.models.BPE())
     inner.decoder = theirs.decoders.Fuse()
@@ -125,9 +119,7 @@ def across():
 
 @pytest.mark.fault(115)
 def test_a_token_across_the_join_begins_the_ending(across):
-    """As many rows are counted, the whole ending is scored,
-    and the score is that of one row at a time.
-    """
+    """Such rows are counted, whole endings are scored, and the score is that of single rows."""
     examples = made_up(40)
     prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
     shape = GPTConfig(
@@ -154,9 +146,7 @@ def test_a_token_across_the_join_begins_the_ending(across):
 
 @pytest.mark.fault(115)
 def test_contexts_and_endings_of_no_token(across):
-    """A context that one token swallows is scored after the separator;
-    an ending of nothing is refused.
-    """
+    """A context inside one token is scored after the separator; an ending of nothing is refused."""
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
     assert all(
@@ -256,10 +246,8 @@ def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, caps
         rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
         assert len(rows) == 4
         for i, (marks, total, mean, ending) in enumerate(rows):
-            context, own = (
-                tokenizer.encode(example["ctx"]),
-                tokenizer.encode(" " + example["endings"][i]),
-            )
+            context = tokenizer.encode(example["ctx"])
+            own = tokenizer.encode(" " + example["endings"][i])
             assert example["endings"][i].startswith(ending.split()[0])
             logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
             expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
@@ -299,9 +287,8 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     one, two = (evaluated(m, prepared, 256)[1]["acc_easy"] for m in (model, other))
     gain = one.astype(float) - two
     words_of_it = f"acc_easy {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
-    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), (
-        done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert gain.any() and done.stdout.splitlines()[1].endswith(words_of_it), said
     path.write_text("{")
     for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
         broken = ranks.run(2, words + more, "hellaswag.py")

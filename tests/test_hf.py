@@ -32,9 +32,7 @@ def settings(*words):
 
 @pytest.fixture
 def weights(tmp_path):
-    """A Llama with a context of 96 tokens, the bytes tokenizer, a chat template,
-    two ids that end a text.
-    """
+    """A Llama of 96 tokens' context with the bytes tokenizer, a chat template and two end ids."""
     theirs = llama(vocab_size=257, max_position_embeddings=96, tie_word_embeddings=True)
     folder = saved(theirs, tmp_path / "weights")
     (folder / "tokenizer.json").write_text(tokenizer.load("bytes").to_json())

@@ -1,6 +1,4 @@
-"""Downloads from a server that plays the hub, with its faults:
-what comes is whole, or one line says why.
-"""
+"""Downloads from a server that plays the hub with its faults are whole, or one line says why."""
 
 import json
 import time

@@ -82,11 +82,8 @@ def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone
 
 def test_chunks_in_16_bits_add_up_in_float32(in_chunks):
     """Under autocast the weight's gradient is as exact of 512 chunks as of all tokens at once."""
-    x, head, targets = (
-        torch.randn(2, 256, 16),
-        nn.Linear(16, 40, bias=False),
-        torch.randint(0, 40, (2, 256)),
-    )
+    x, head = torch.randn(2, 256, 16), nn.Linear(16, 40, bias=False)
+    targets = torch.randint(0, 40, (2, 256))
 
     def gradient(rows, low):
         in_chunks(rows, 40)

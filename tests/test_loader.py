@@ -323,9 +323,7 @@ def test_a_pipe_is_no_shard(data, split):
 @pytest.mark.fault(89)
 @pytest.mark.parametrize("listed", [True, False])
 def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
-    """Two shards swapped, another order of a text, another validation shard;
-    a copy is the same data.
-    """
+    """Two shards swapped, a text reordered, another validation shard; a copy is the same data."""
     folder, stream = data
     paths = sorted(folder.glob("*_train_*"))
     if not listed:

@@ -32,9 +32,7 @@ def make(tmp_path, log_interval=1, settings=None, **options):
 
 
 def take(log, step, seconds, loss=3.0, norm=1.0, **extras):
-    """A step of 1,000 tokens and so many seconds;
-    the last figure is the time of the step before.
-    """
+    """A step of 1,000 tokens in `seconds`; the last figure is the time of the step before."""
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
     means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
@@ -224,9 +222,7 @@ def test_a_narrow_terminal_gets_shorter_lines_and_a_pipe_whole_ones(tmp_path, mo
 
 
 def train_without_a_reader(words):
-    """For ranks.attempt: train.py on an ASCII console whose reader is gone,
-    such as a tee that died.
-    """
+    """For ranks.attempt: train.py on an ASCII console whose reader, such as a tee, is gone."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)

@@ -1,6 +1,4 @@
-"""mixture.py and the loader: folders by weight, in one order for any number of ranks,
-resumed exactly.
-"""
+"""mixture.py and the loader: folders by weight, in one order for any ranks, resumed exactly."""
 
 import itertools
 import json
@@ -29,11 +27,9 @@ from system.errors import UserError
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Three folders of byte shards, of 1,500 to 6,000 training tokens and 600 validation tokens
-    each.
+    """Three folders of byte shards, each of 1,500 to 6,000 tokens and 600 for validation.
 
-    Those of a are two documents, of the others one, whatever Python's own source has at these
-    places.
+    Those 600 are two documents in a and one in the others, whatever Python's own source has there.
     """
     root, tokens = tmp_path_factory.mktemp("three"), stdlib_bytes(14_000)
     for i, (name, n) in enumerate([("a", 6000), ("b", 1500), ("c", 3001)]):

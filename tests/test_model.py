@@ -131,11 +131,8 @@ def test_attention_gate_scales_each_head_by_its_number(width):
     plain.load_state_dict(gated.state_dict(), strict=False)
     # they start at one
     torch.testing.assert_close(gated.logits(x), plain.logits(x), rtol=0, atol=0)
-    one, other, h = (
-        gated.blocks[0].attn,
-        plain.blocks[0].attn,
-        torch.randn(2, cfg.block_size, width),
-    )
+    one, other = gated.blocks[0].attn, plain.blocks[0].attn
+    h = torch.randn(2, cfg.block_size, width)
     one.proj = other.proj = torch.nn.Identity()
     weight = torch.nn.init.normal_(one.gate.weight).view(cfg.n_head, -1)
     scale = 2 / (1 + torch.exp(-(h[:, :, None, :16] * weight).sum(-1)))  # (B, T, H)
@@ -257,21 +254,20 @@ def test_a_shorter_sequence_is_a_prefix_and_a_longer_one_an_error(family):
 
 @pytest.mark.parametrize("family", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_positions_are_rows_of_the_tables(family):
-    """Those of the tokens in their sequences, wherever they stand in the batch;
-    None: 0 to T - 1.
-    """
+    """Those of tokens in their sequences, wherever they are in the batch; None: 0 to T - 1."""
     model = randomized(small(**family)).eval()
     x, at = ids(model.cfg, T=7), torch.tensor([2, 3, 5, 8, 13, 14, 15])
     exact = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)
     exact(model.logits(x, positions=torch.arange(7)), model.logits(x))
     found, loss = model.logits(x, positions=at), model(x, x, at)[0]
     assert (found - model.logits(x))[:, 1:].abs().max() > 1e-3
+    if family:
+        rope = model.blocks[0].attn.rope
+        tables = [rope.cos, rope.sin]
+    else:
+        tables = [model.wpe.weight]
     with torch.no_grad():
-        for table in (
-            [model.blocks[0].attn.rope.cos, model.blocks[0].attn.rope.sin]
-            if family
-            else [model.wpe.weight]
-        ):
+        for table in tables:
             table[:7] = table[at].clone()
     exact(found, model.logits(x))
     exact(loss, model(x, x)[0])

@@ -57,9 +57,7 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 def proof_in_rank(words):
-    """`prove` on a narrow model of all layers, whose GEMMs are not in TF32,
-    which rounds otherwise.
-    """
+    """`prove` on a narrow model of all layers, its GEMMs not in TF32, which rounds otherwise."""
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)

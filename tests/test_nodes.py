@@ -1,6 +1,4 @@
-"""Several nodes: a torchrun for each, two of them on this machine,
-and docs/operations.md's SLURM script.
-"""
+"""Several nodes: two torchruns on this machine, and the SLURM script of docs/operations.md."""
 
 import inspect
 import os
@@ -35,10 +33,10 @@ esac
 
 
 def start_nodes(words, logs, each=1, numbered=False):
-    """Two torchruns of `each` ranks, which write into `logs`; numbered: else a rendezvous numbers
-    them.
+    """Starts two torchruns of `each` ranks, which write into `logs`.
 
-    Each node sees as many GPUs, if there are enough.
+    numbered: the commands number the nodes; else a rendezvous does. Each node sees as many GPUs as
+    it has ranks, if there are enough.
     """
     port = ranks.free_port()
     meet = [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in range(2)]
@@ -99,9 +97,7 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
 
 
 def check_a_lost_node(data_dir, tmp_path, rel, **settings):
-    """Two nodes of two ranks, of which one is killed: the other ends;
-    then both, and one alone, go on.
-    """
+    """Of two nodes of two ranks one is killed: the other ends; then both, or one alone, go on."""
     settings = SHORT | dict(schedule="constant", sample_interval=0, keep_last=10**6) | settings
     both = dict(parallel="hsdp")  # which shards within a node, so that each holds a copy
     one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]
@@ -190,9 +186,8 @@ def test_the_script_for_slurm_queues_itself_again_until_the_run_is_done(data_dir
     for pid in (tmp_path / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
     assert first.wait(300) != 0
-    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", (
-        tmp_path / "log"
-    ).read_text()
+    said = (tmp_path / "log").read_text()
+    assert (tmp_path / "requeued").read_text() == slurm["SLURM_JOB_ID"] + "\n", said
     assert job().wait(300) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "requeued").read_text().count("\n") == 1
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, 401))

@@ -1,5 +1,4 @@
-"""run/norms.py: the RMS of weights, gradients and updates against a plain computation, and what is
-logged.
+"""run/norms.py: RMS of weights, gradients and updates against a plain computation; what is logged.
 
 tests/test_parallel.py compares them over ranks, in every mode, with those of one process.
 """

@@ -1,5 +1,4 @@
-"""Checkpoints of earlier versions, which they wrote themselves (fixtures/write.py), are resumed and
-go on.
+"""Checkpoints that earlier versions wrote themselves (fixtures/write.py) are resumed and go on.
 
 What goes on is compared with the losses that the earlier version computed in the same steps: by a
 relative 1e-5, and with 8-bit moments, whose rounding is drawn, by 1e-4. On the CPU that wrote them

@@ -229,9 +229,7 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
 
 
 class Edited(torch.nn.Module):
-    """What an edit may add: a weight of one row, a convolution, a stack, a second head,
-    a frozen layer.
-    """
+    """Edits may add a weight of one row, a convolution, a stack, a second head, a frozen layer."""
 
     def __init__(self):
         super().__init__()

@@ -24,9 +24,7 @@ def source(kind):
 
 
 def cut(tokens):
-    """Number of documents that cross a multiple of SIZE,
-    each of which is its number over and over.
-    """
+    """How many documents, each its number over and over, cross a multiple of SIZE."""
     ends = np.append(np.flatnonzero(np.diff(tokens)) + 1, len(tokens))
     return np.count_nonzero(np.append(0, ends[:-1]) // SIZE != (ends - 1) // SIZE)
 

@@ -1,6 +1,4 @@
-"""train.py over ranks: every mode equals one process, checkpoints go on under any other,
-failures end all.
-"""
+"""train.py over ranks: each mode equals one process and resumes any other's; failures end all."""
 
 import errno
 import os
@@ -128,9 +126,7 @@ CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in
 
 
 def samples_of_all_ranks(one, many):
-    """Rank 1's samples are those of its own seed, and in the log;
-    a run of one process has no others.
-    """
+    """Rank 1's samples are those of its own seed, and in the log; one process has no others."""
     [alone], [line] = (
         [row for row in read_log(run) if row["kind"] == "sample"] for run in (one, many)
     )
@@ -147,8 +143,9 @@ def samples_of_all_ranks(one, many):
 def test_any_mode_equals_one_process_and_resumes_across(
     data_dir, tmp_path, alone, number, mode, shape
 ):
-    """In float32, equal but for sums' orders;
-    what ranks saved goes on in one process, and vice versa.
+    """In float32, every mode equals one process but for the order of sums.
+
+    What ranks saved goes on in one process, and vice versa.
     """
     settings = SHORT | shape
     one = alone(**settings)
@@ -206,9 +203,7 @@ def graphs_in_rank(words):
 
 
 def time_limits_in_rank(words):
-    """Seconds after which this rank gives up:
-    in the world, and in each group of a sharded model.
-    """
+    """Seconds after which this rank gives up, in the world and in a sharded model's groups."""
     model = job_in_rank(words)[1].state.model
     mesh = next(model.parameters()).device_mesh
     groups = [
@@ -282,9 +277,7 @@ def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
 @pytest.mark.fault(107)
 @pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])
 def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch, name, word):
-    """SLURM and containers set WORLD_SIZE, perhaps to nothing;
-    checks of settings see one rank as well.
-    """
+    """SLURM and containers set WORLD_SIZE, even to nothing; checks of settings see one rank too."""
     monkeypatch.setenv(name, word)
     assert parallel.start("cpu") == (0, 1, torch.device("cpu"))
     check(Config())
@@ -306,9 +299,7 @@ def gradients(*values):
 
 
 def test_the_norm_on_the_cpu_is_right_for_large_tensors():
-    """34M equal numbers: added up in one float32 for each SIMD lane,
-    their norm is 1.7% too small.
-    """
+    """34M equal numbers, added up in one float32 per SIMD lane, have a norm 1.7% too small."""
     large, odd = torch.full((2**11 + 3, 2**14), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
     exact = large.numel() * 1e-6 + 25 + 25
@@ -359,9 +350,7 @@ def train_from_own_rows(words):
 
 
 def train_with_a_broken_write(words, how):
-    """For ranks.call; rank 1 cannot write its files of step 8 (full),
-    or is killed after one of them.
-    """
+    """For ranks.call: rank 1 cannot write files of step 8 (full), or is killed after one."""
     save_file = checkpoint.save_file
 
     def broken(tensors, path, header):
@@ -394,9 +383,7 @@ def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone,
 
 @pytest.mark.slow
 def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
-    """Losses go on as uninterrupted; no rank reads more than it holds,
-    however the tensors were cut.
-    """
+    """Losses go on as uninterrupted; however tensors were cut, no rank reads more than it holds."""
     settings = dict(SHARDED, resume="auto")
     train_here(data_dir, copied(sharded, 4, tmp_path / "1"), **settings)
     words = flags(data_dir, copied(tmp_path / "1", 8, tmp_path / "4"), parallel="fsdp", **settings)
@@ -451,8 +438,10 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
-    """q, k, v, gate and up lie in one tensor of ours, GPT-2's are transposed,
-    257 rows are 384 here.
+    """Two ranks that read Hugging Face weights into their shards train as one process does.
+
+    Ours have one tensor of q, k and v and one of gate and up, GPT-2's are transposed, and 257 rows
+    are 384 here.
     """
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)

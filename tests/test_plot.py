@@ -89,9 +89,7 @@ def test_logs_that_cannot_be_drawn(tmp_path, lines, message):
 
 
 def run_of(folder, lift=0.0, **settings):
-    """A run as the logger records it: 20 steps of 100 tokens in 0.5 s
-    each, validated at 0, 10 and 20.
-    """
+    """A run as the logger records it: 20 steps of 100 tokens in 0.5 s, validated at 0, 10, 20."""
     words = " ".join(f"{name}={value}" for name, value in settings.items())
     lines = [dict(kind="start", step=0, rows=[["device", "cpu"], ["settings", words]])]
     for step in range(21):
@@ -132,14 +130,10 @@ def test_validation_begins_after_the_start_and_the_axis_holds_its_end(tmp_path, 
 
 def test_names_are_those_given_or_what_the_settings_differ_in_or_the_folders(tmp_path):
     names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
-    a, b = (
-        run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2"),
-        run_of(tmp_path / "b", out_dir="b", lr=0.2),
-    )
-    c, d = (
-        run_of(tmp_path / "c", lr=0.1),
-        run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3),
-    )
+    a = run_of(tmp_path / "a", out_dir="a", lr=0.1, mlp="relu2")
+    b = run_of(tmp_path / "b", out_dir="b", lr=0.2)
+    c = run_of(tmp_path / "c", lr=0.1)
+    d = run_of(tmp_path / "d", lr=0.1, max_steps=9, n_layer=2, n_head=3)
     assert names([a, b]) == ["lr=0.1, mlp=relu2", "lr=0.2, mlp=gelu"]  # gelu is the default
     assert names([b, c]) == ["lr=0.2", "lr=0.1"]
     assert names([c, d]) == ["c", "d"]  # too many differ
@@ -221,9 +215,7 @@ def test_an_evaluation_of_ones_own_has_a_panel_for_each_figure(tmp_path):
 
 
 def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
-    """Two runs of the same name, one of which diverged, beside another program's losses;
-    and mistakes.
-    """
+    """Two runs of one name, one of them diverged, beside another program's losses; and mistakes."""
     score = [{"kind": "hellaswag", "step": s, "acc": 0.26, "acc_norm": 0.27} for s in (10, 20, 30)]
     write(tmp_path / "a/run", training(range(1, 31)) + score)
     write(
@@ -270,9 +262,7 @@ def test_as_a_script(tmp_path):
 
 
 def test_every_run_is_in_the_legend_whatever_its_name(tmp_path, capsys):
-    """matplotlib leaves out names that begin with _;
-    its font lacks other scripts, which is told once.
-    """
+    """matplotlib omits names that begin with _; its font lacks other scripts, told once."""
     runs = [
         run_of(tmp_path / "_baseline"),
         write(tmp_path / "_\u57fa\u7ebf \u6771\u4eac", training([1, 2, 3])),

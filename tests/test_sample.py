@@ -1,6 +1,4 @@
-"""sample.py's command line, chat included, and how it loads weights;
-test_sampling.py tests the tokens.
-"""
+"""sample.py's command line and chat, and how it loads weights; test_sampling.py tests tokens."""
 
 import dataclasses
 import io
@@ -90,10 +88,8 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         "--max_new_tokens=40",
     ]
     words += ["--device=cpu", "--temperature=1", "--top_k=None"]
-    alone, both = (
-        ranks.run(0, words, "sample.py"),
-        ranks.run(2, [*words, "--parallel=fsdp"], "sample.py"),
-    )
+    alone = ranks.run(0, words, "sample.py")
+    both = ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     (texts, last), (expected, alone_last) = (
         done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone)
@@ -127,9 +123,7 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
 
 @pytest.fixture
 def chatty(tmp_path):
-    """A Hugging Face folder of a small Llama,
-    whose tokenizer and chat template transformers wrote.
-    """
+    """A small Llama's Hugging Face folder; transformers wrote its tokenizer and chat template."""
     transformers = pytest.importorskip("transformers")
     inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
@@ -235,16 +229,18 @@ def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
 
 
 def divided_in_rank(settings, precision, ids):
-    """For ranks.call: (whether a divided model's logits equal the whole one's, bytes of its part
-    and of the whole, the most that a load held and that a forward held)"""
+    """For ranks.call: a divided model beside the whole one, in logits and in memory.
+
+    Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
+    load held, the most that a forward held.
+    """
     read, world = reshard.SavedTensor.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def checked(stored, rows):
-        if len(stored.shape) and stored.dtype.is_floating_point:
-            assert rows is not ... and rows.stop - rows.start <= stored.shape[0] / world.size, (
-                stored.shape
-            )
+        shape = stored.shape
+        if len(shape) and stored.dtype.is_floating_point:
+            assert rows is not ... and rows.stop - rows.start <= shape[0] / world.size, shape
         return read(stored, rows)
 
     reshard.SavedTensor.__getitem__ = checked  # the patch ends with the process

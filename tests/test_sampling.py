@@ -1,6 +1,4 @@
-"""run/sampling.py: tokens with a KV cache are those without, models that it does not suit,
-text in pieces.
-"""
+"""run/sampling.py: a KV cache changes no token; models that it does not suit; text in pieces."""
 
 import pytest
 import torch
@@ -180,9 +178,7 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(
 
 @pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
 def test_a_compiled_model_keeps_its_graphs(compiler):
-    """Sampling in the middle of a run neither makes graphs nor lets
-    the run's own be compiled again.
-    """
+    """Sampling within a run neither makes graphs nor lets the run's own be compiled again."""
     from torch._dynamo.utils import counters
 
     model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
@@ -197,10 +193,8 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 
 
 def test_top_k_and_temperature():
-    logits, generator = (
-        torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1),
-        torch.Generator().manual_seed(0),
-    )
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
     for temperature, top_k in ((1.0, 2), (0.5, 3), (2.0, None)):
         found = (
             sampling.draw_token(logits, temperature, top_k, generator).bincount(minlength=4) / 4000

@@ -1,6 +1,4 @@
-"""A batch that grows, and runs whose length is given in tokens or seconds,
-by train.py's own loop.
-"""
+"""A batch that grows, and runs of a length in tokens or seconds, by train.py's own loop."""
 
 import itertools
 import json
@@ -116,9 +114,7 @@ def test_ranks_equal_one_process_at_each_boundary(grown, data_dir, tmp_path, num
 
 
 def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
-    """4 steps of 512 tokens, 8 of 256, or 256 up to half of the tokens;
-    the last step may pass the end.
-    """
+    """4 steps of 512 tokens, 8 of 256, or 256 for half of them; the last step may pass the end."""
     options = dict(
         batch_size=2, max_tokens=2048, warmup_steps=2, log_interval=100, eval_interval=100
     )
@@ -129,9 +125,8 @@ def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
         ("odd", 5, dict(max_tokens=2049)),
     ]:
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
-        assert max(lines) == steps and lines[steps]["tokens"] == (
-            2048 if name != "odd" else 5 * 512
-        ), name
+        tokens = 2048 if name != "odd" else 5 * 512
+        assert max(lines) == steps and lines[steps]["tokens"] == tokens, name
         out = capsys.readouterr().out
         assert (
             f"step {steps}/{steps} | loss" in out
@@ -292,9 +287,7 @@ def test_the_plan_is_what_the_loop_does(schedule, length, begun):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_rate_depends_on_the_share_that_is_done(schedule):
-    """In a run of 200 s of which a step takes two, as in one of 100 steps;
-    at the end it is the lowest.
-    """
+    """A run of 200 s in steps of 2 s has the rates of one of 100 steps; the last is the lowest."""
     by_steps = Config(lr=1.0, schedule=schedule, max_steps=100, warmup_steps=10)
     by_time = Config(lr=1.0, schedule=schedule, max_steps=7, warmup_steps=10, max_seconds=200.0)
     for step in (0, 9, 10, 50, 99, 100):

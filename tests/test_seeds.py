@@ -1,6 +1,4 @@
-"""measure/seeds.py and plot.py --against:
-quantiles, intervals, groups of runs, and what is refused.
-"""
+"""measure/seeds.py and plot.py --against: quantiles, intervals, groups of runs, refusals."""
 
 import math
 
@@ -29,8 +27,9 @@ def test_a_quantile_between_whole_degrees_encloses_95_percent_of_the_density():
 
 
 def test_welch_by_hand():
-    """Means 3 and 7, variances 1 and 4 of 3 and 4 values:
-    se^2 = 1/3 + 1, freedom (4/3)^2 / (1/18 + 1/3).
+    """Three values of mean 3 and variance 1, and four of mean 7 and variance 4.
+
+    So se^2 = 1/3 + 1, and there are (4/3)^2 / (1/18 + 1/3) degrees of freedom.
     """
     error, freedom = seeds.welch(
         np.array([2.0, 3.0, 4.0]), 7 + 2 * np.array([-1.5, -0.5, 0.5, 1.5]) / 5**0.5 * 3**0.5
@@ -112,9 +111,7 @@ def test_groups_their_means_and_their_differences(tmp_path, capsys):
 
 
 def test_an_edit_is_no_setting_and_pairs_need_seeds_and_rows(tmp_path, capsys):
-    """Sides of equal settings have the names of their folders;
-    logs of other seeds or rows make no pairs.
-    """
+    """Sides of equal settings are named by folder; logs of other seeds or rows make no pairs."""
     gate = [
         run_of(tmp_path / f"gate_{s}", 2 + s / 10, False, out_dir=f"g{s}", seed=s) for s in (1, 2)
     ]

@@ -1,6 +1,4 @@
-"""setup.sh: what it takes of a .venv that is there,
-and what it types where something is missing.
-"""
+"""setup.sh: what it takes of an existing .venv, and what it types where something is missing."""
 
 import os
 import shutil

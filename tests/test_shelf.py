@@ -1,5 +1,4 @@
-"""The patches of experiments/ apply to the sources, say what they are, and are in the table of its
-README.
+"""The patches of experiments/ apply, say what they are, and are in the table of its README.
 
 What each computes in which mode is compared in test_experiments.py, from
 tests/experiments/shelf.py.
@@ -35,9 +34,7 @@ def sizes(file):
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @named
 def test_a_patch_applies(file, tmp_path):
-    """To the sources as they are, or, where somebody is editing them,
-    as the last commit has them.
-    """
+    """To the sources, or, where somebody is editing them, to those of the last commit."""
     now, last = tmp_path / "now", tmp_path / "last"
     for name in touched(file):
         (now / name).parent.mkdir(parents=True, exist_ok=True)

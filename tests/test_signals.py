@@ -1,6 +1,4 @@
-"""run/signals.py: a fault of one rank is heard, ends all of them,
-and leaves a checkpoint to go on from.
-"""
+"""run/signals.py: a rank's fault is heard, ends all ranks, and leaves a checkpoint to resume."""
 
 import functools
 import json
@@ -30,9 +28,7 @@ from system.errors import UserError
 
 
 def train_with_fault(words, fault, at_rank, at_call):
-    """For ranks.attempt: train.py; a fault in one rank as it reads a
-    batch, or in a forward, from 1 on.
-    """
+    """For ranks.attempt: train.py with a fault in one rank's at_call-th batch or forward."""
     place = (GPT, "forward") if fault == "forward" else (TokenLoader, "next")
     function, count = getattr(*place), []
 
@@ -85,9 +81,7 @@ def error_lines(done):
 
 
 def check_told(done, fault, codes, line):
-    """The ranks' exit codes, and that rank 1's fault is told once,
-    in a line that begins as `line`.
-    """
+    """Checks exit codes, and that rank 1's fault is told once, in a line that begins as `line`."""
     assert done.codes == codes, done.stderr
     [found] = error_lines(done)
     assert re.match(line, found), found
@@ -175,10 +169,8 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(
     done = attempt(
         number, name, max(0, number - 1), micro_steps + 3, data_dir, tmp_path / "cut", **settings
     )
-    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, (
-        done.codes,
-        done.stderr,
-    )
+    found = done.codes, done.stderr
+    assert set(done.codes) == {code} and "stopped      step 2" in done.stdout, found
     assert sorted(losses(read_log(tmp_path / "cut"))) == [1, 2]
     ranks.run(number, flags(data_dir, tmp_path / "cut", resume="auto", **settings))
     ranks.run(number, flags(data_dir, tmp_path / "whole", **settings))
@@ -186,9 +178,7 @@ def test_a_signal_is_obeyed_after_the_step_and_the_resumed_run_is_the_same(
 
 
 def train_told_in_evaluation(words, part, at_rank):
-    """For ranks.attempt: train.py; one rank gets SIGTERM before the
-    first batch of step 4's evaluation.
-    """
+    """For ranks.attempt: train.py; a rank gets SIGTERM before step 4's first evaluation batch."""
     add = evaluate.Evaluations.add
 
     def added(evaluations, name, interval, function, *more, **named):
@@ -234,9 +224,7 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
 
 
 def train_told_in_compilation(words, at_rank, number=signal.SIGTERM):
-    """For ranks.attempt: train.py; while its compiler, another process, runs,
-    their group gets a signal.
-    """
+    """For ranks.attempt: train.py; its process group gets a signal while a compiler runs in it."""
     told = []
 
     def backend(graph, inputs):
@@ -277,9 +265,7 @@ def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, 
 
 
 def train_told_in_save(words, times):
-    """For ranks.attempt: train.py as a script;
-    while step 8 is written, it gets SIGTERM once or twice.
-    """
+    """For ranks.attempt: train.py as a script gets SIGTERM once or twice as it writes step 8."""
     write = checkpoint.write_files
 
     def slowly(aside, contents):
@@ -344,9 +330,7 @@ def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(
 
 
 def start_torchrun(words, log, *options):
-    """A process of torchrun with two ranks, for the tests that kill some of them;
-    it writes into `log`.
-    """
+    """Starts torchrun with two ranks, which writes into `log`, for tests that kill some of them."""
     meet = "--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:0 --rdzv_id=1".split()
     command = [sys.executable, "-m", "torch.distributed.run", *meet, *options, "train.py", *words]
     with open(log, "w") as file:
@@ -388,16 +372,12 @@ def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data_dir, tmp_path, 
 
 
 def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
-    """Kills a rank of a run under torchrun at each step of {step: rank};
-    it ends with every step.
-    """
+    """Kills a rank under torchrun at each step of {step: rank}; the run ends with every step."""
     words = flags(
         data_dir, tmp_path / "run", max_steps=steps, save_interval=5, resume="auto", **settings
     )
-    process, text = (
-        start_torchrun(words, tmp_path / "log", "--max-restarts=3"),
-        (tmp_path / "log").read_text,
-    )
+    process = start_torchrun(words, tmp_path / "log", "--max-restarts=3")
+    text = (tmp_path / "log").read_text
     for step, rank in kills.items():
         wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
         os.kill(children(process.pid)[rank], signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""tests/soak.py: a short form of it whole,
-and that its table tells what grows from what fills up.
-"""
+"""tests/soak.py: a whole short run, and that its table tells what grows from what fills up."""
 
 import numpy as np
 import pytest
@@ -8,9 +6,7 @@ import soak
 
 
 def judged(memory, dt):
-    """[whether each row of the table holds] of a run of 1,000 steps,
-    given as functions of the step.
-    """
+    """[whether each row of the table holds] for 1,000 steps, given as functions of the step."""
     steps = np.arange(1, 1001)
     samples = np.stack([steps, memory(steps)], 1)[::20].astype(float)
     log = [

@@ -1,6 +1,4 @@
-"""run/source.py: a run and its checkpoints keep the code that they were trained with,
-and tell of edits.
-"""
+"""run/source.py: a run and its checkpoints keep the code that trained them, and tell of edits."""
 
 import importlib.util
 import sys
@@ -83,9 +81,7 @@ def load(path, monkeypatch):
 
 @pytest.mark.fault(95)
 def test_what_is_recorded_is_what_was_imported(tmp_path, begin, monkeypatch):
-    """An edit after the imports changes neither the run nor its record;
-    one before them is refused.
-    """
+    """An edit after the imports changes neither run nor record; one before them is refused."""
     (here, begin), run = begin, tmp_path / "run"
     run.mkdir()
     load(here / "model.py", monkeypatch)

@@ -1,6 +1,4 @@
-"""run/states.py: values of any type come back as they were, on each rank,
-or are refused in one line.
-"""
+"""run/states.py: a value of any type comes back as it was, on each rank, or one line refuses it."""
 
 import collections
 import math
@@ -26,9 +24,7 @@ SHAPE = dict(vocab_size=100, vocab_multiple=1, n_layer=1, n_head=2, n_embd=16, b
 
 
 class Odd(torch.optim.Optimizer):
-    """States of many kinds, made late, in groups and attributes too;
-    its steps depend on all of them.
-    """
+    """States of many kinds, made late, in groups and attributes too; steps depend on them all."""
 
     def __init__(self, params, lr=0.1, scale=1.0, kept=None):
         super().__init__(params, dict(lr=lr, scale=scale, weight=0.0, count=0, best=math.inf))

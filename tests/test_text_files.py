@@ -1,6 +1,4 @@
-"""corpus/text_files.py: every kind of file is read, or refused in one line,
-through shards of bytes.
-"""
+"""corpus/text_files.py, through byte shards: each kind of file is read, or refused in one line."""
 
 import bz2
 import gzip
@@ -230,9 +228,7 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
 
 
 def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
-    """Texts never give the pad; any other id that the model lacks
-    is refused before the first step.
-    """
+    """Texts never give the pad; other ids that a model lacks are refused before the first step."""
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text(tokenizer.load("bytes").to_json())
     (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(dict(pad_token="<pad>")))

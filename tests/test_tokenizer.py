@@ -1,6 +1,4 @@
-"""tokenizer.py: every kind of tokenizer against its reference,
-on the source of Python's standard library.
-"""
+"""tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
 import base64
 import json
@@ -57,9 +55,7 @@ def check_bytes(tok, texts):
 
 
 def check_json(tok, texts, folder):
-    """The tokenizer.json of a tokenizer gives the same ids,
-    and their bytes and separators are the same.
-    """
+    """A tokenizer's tokenizer.json gives the same ids, with the same bytes and separators."""
     texts = texts[:8] + ODD
     (folder / "tokenizer.json").write_text(tok.to_json(), "utf-8")
     again = tokenizer.load(str(folder / "tokenizer.json"))
@@ -169,9 +165,7 @@ def test_tokenizer_json(small, texts):
 
 
 def test_tokenizer_json_with_and_without_gigatoken(small, texts):
-    """gigatoken encodes a file with special tokens and a processor that adds some,
-    tokenizers other kinds.
-    """
+    """gigatoken encodes a file whose processor adds special tokens; tokenizers, other kinds."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     reference, path = small
@@ -261,18 +255,14 @@ def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
 
 @pytest.mark.gpt2
 def test_ids_of_no_token_have_no_text():
-    """A model's head may be wider than its tokenizer:
-    nanoGPT's has 50,304 rows for GPT-2's 50,257 ids.
-    """
+    """A head may be wider than its tokenizer: nanoGPT's has 50,304 rows for GPT-2's 50,257 ids."""
     gpt2 = tokenizer.load("gpt2")
     assert gpt2.decode([*gpt2.encode_batch(["plain text"])[0], 50_290]) == "plain text"
 
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A function that writes files beside a small tokenizer.json -> (our tokenizer,
-    transformers').
-    """
+    """write(**files beside a small tokenizer.json) -> (our tokenizer, transformers')."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
 
     def write(**files):

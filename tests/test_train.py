@@ -65,9 +65,7 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
 
 
 def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
-    """GPT-2 124M's matrices and embeddings, and its vectors;
-    then the optimizer's groups, whatever it is.
-    """
+    """GPT-2 124M's matrices and embeddings, and its vectors; then groups of any optimizer."""
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
     words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
     assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
@@ -75,10 +73,8 @@ def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
     weights = [torch.zeros(3, 4, requires_grad=True), torch.zeros(5, requires_grad=True)]
     groups = [dict(params=weights[:1], factor=3.0, weight_decay=0.2), dict(params=weights[1:])]
     words = describe_optimizer(torch.optim.SGD(groups, lr=0.5), 0.5)
-    first, second = (
-        "1 tensor, 12 parameters (all): rate 1.5, decay 0.2",
-        "1 tensor, 5 parameters (all): rate 0.5",
-    )
+    first = "1 tensor, 12 parameters (all): rate 1.5, decay 0.2"
+    second = "1 tensor, 5 parameters (all): rate 0.5"
     assert words == f"SGD; {first}; {second}, no decay; vocabulary padding counted"
     log = train_here(data_dir, tmp_path / "run", max_steps=1)
     rows = dict(log[0]["rows"])
@@ -234,10 +230,8 @@ def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_
         data_dir, tmp_path / "run", resume=tmp_path / "run", **{**settings, "max_steps": 5}
     )
     assert log[-1]["step"] == 5
-    best, settings["max_steps"] = (
-        (tmp_path / "run/step_00000005").rename(tmp_path / "run/step_best"),
-        6,
-    )
+    best = (tmp_path / "run/step_00000005").rename(tmp_path / "run/step_best")
+    settings["max_steps"] = 6
     assert train_here(data_dir, tmp_path / "run", resume=best, **settings)[-1]["step"] == 6
 
 
@@ -496,9 +490,7 @@ def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(
 
 @pytest.mark.gpu
 def test_fp16_skips_steps_whose_gradients_overflow(data_dir, tmp_path, monkeypatch):
-    """From 2**40 the scaler halves its scale until gradients are finite;
-    a skipped step changes no weight.
-    """
+    """The scale is halved from 2**40 until gradients are finite; skipped steps change no weight."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     settings = dict(

@@ -19,10 +19,8 @@ from system.errors import UserError
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Byte shards of a few dozen source files."""
-    folder, files = (
-        tmp_path_factory.mktemp("evaluate"),
-        f"{sysconfig.get_path('stdlib')}/asyncio/*.py",
-    )
+    folder = tmp_path_factory.mktemp("evaluate")
+    files = f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
     settings = dict(
         dataset=files, tokenizer="bytes", out_dir=str(folder / "data"), val_tokens=100_000
     )
@@ -57,9 +55,7 @@ def test_rows_know_their_documents(shards):
 
 
 def test_the_command_line(shards, tmp_path):
-    """It finds the loop's losses, the same over two ranks;
-    a model less another one has a smaller error.
-    """
+    """It finds the loop's losses, also on two ranks; a difference of models has a smaller error."""
     settings = dict(max_steps=2, eval_interval=2, save_interval=2, eval_tokens=20_000)
     settings |= dict(document_mask=True)
     logs = [
