@@ -27,13 +27,13 @@ class Linear(nn.Linear):
 
 
 @operation
-def qkv(x, layer, heads, head_dim, copy_v=False):
+def qkv(x, layer, heads, head_dim, separate_v=False):
     """q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
 
-    They are views of one tensor. With copy_v, v is a copy: keeping it does not keep q and k.
+    They are views of one tensor. With separate_v, v is a copy: keeping it does not keep q and k.
     """
     q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
-    if copy_v:
+    if separate_v:
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     return q, k, v
 

@@ -4,7 +4,7 @@ A variant (norm, positions, MLP, …) is a module chosen in `__init__`; `forward
 figure. Operations are kernels.py's, which has fused kernels for them. Edit anything: what you read
 is what runs. The loss is decided in `GPT.forward` too: which targets count, further losses, and
 figures to be logged. scale/ and the KV cache wrap `core`, the operation of attention or an MLP, and
-`GPT.stack`, the blocks.
+the blocks in `GPT.layers`.
 
 GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 Llama 3: https://arxiv.org/abs/2407.21783
@@ -127,6 +127,48 @@ class ValueEmbedding(nn.Embedding):
         return v + rows.transpose(1, 2).type_as(v)
 
 
+class BigramEmbedding(nn.Module):
+    """Adds a table's row of each token and the one before it to the embedded token.
+
+    A hash of the two ids gives the row, of as many as there are ids: pairs share it. The rows start
+    at zero (https://github.com/KellerJordan/modded-nanogpt).
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.rows = cfg.vocab_size
+        self.table = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.table.init_std = 0.0
+        self.scale = nn.Parameter(torch.empty(1))
+        self.previous = Previous()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.scale, 0.1)
+
+    def forward(self, x, idx):  # (B, T, C), (B, T)
+        before = self.previous(idx.unsqueeze(-1) + 1).squeeze(-1)  # 0 where there is none
+        pair = (before * 1_000_003 ^ idx * 998_244_353) % self.rows
+        return x + self.scale * self.table(pair)
+
+
+class EmbeddingMix(nn.Module):
+    """(1 + a / 4) x + (0.1 + b / 4) x0: a and b are learned from zero, x0 is the embedded tokens.
+
+    So they move at a quarter of the rate, as in https://github.com/karpathy/nanochat.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x, embedded):  # (B, T, C) each
+        a, b = self.weight / 4
+        return ((1 + a) * x.float() + (0.1 + b) * embedded.float()).type_as(x)
+
+
 class HeadGate(nn.Module):
     """Multiplies each head's output by 2 sigmoid(W x), x: channels of the block's normed input.
 
@@ -168,13 +210,14 @@ class Attention(nn.Module):
         if layer in cfg.value_layers:
             self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_size)
         # the backward needs v, but q and k only as RoPE leaves them, unless they are normed first
-        self.copy_v = cfg.positions == "rope" and not cfg.qk_norm and layer not in cfg.value_layers
+        q_and_k_change = cfg.positions == "rope" and not cfg.qk_norm
+        self.separate_v = q_and_k_change and layer not in cfg.value_layers
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
         self.proj.init_std = residual_std(cfg)
 
     def forward(self, x, idx, positions):
-        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.copy_v)
+        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.separate_v)
         q, k = self.rope(q, k, self.q_norm, self.k_norm, positions)  # (B, H, T, D), also v
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)
@@ -271,9 +314,13 @@ class GPT(nn.Module):
         self.embed_norm = nn.Identity()
         if cfg.embed_norm:
             self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=False)
+        self.bigrams = BigramEmbedding(cfg) if cfg.bigram_embedding else Unchanged()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
-        self.stack = list(self.blocks)  # as `hidden` calls them
+        self.mixes = nn.ModuleList(Unchanged() for _ in self.blocks)
+        for layer in cfg.mixed_layers:
+            self.mixes[layer] = EmbeddingMix()
+        self.layers = list(zip(self.mixes, self.blocks))  # as `hidden` calls them
         self.norm = make_norm(cfg)
         self.head = Head(cfg)
         self.tie()
@@ -294,13 +341,15 @@ class GPT(nn.Module):
         """(B, T) ids -> (B, T, C), the normalised residual stream that the head reads."""
         T, most = idx.size(1), self.cfg.block_size
         assert T <= most, f"{T} tokens, block_size={most}"
-        x = self.embed(idx, positions)
-        for block in self.stack:
-            x = block(x, idx, positions)
+        x = embedded = self.embed(idx, positions)
+        for mix, block in self.layers:
+            x = block(mix(x, embedded), idx, positions)
         return self.norm(x)
 
     def embed(self, idx, positions):
-        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), positions))))
+        x = self.embed_norm(self.wpe(self.wte(idx), positions))
+        x = self.bigrams(x, idx)
+        return kernels.residual(self.dropout(x))
 
     def token_losses(self, idx, targets):
         """-log p of each target, (B, T) in nats, 0 where it is -100; without gradients."""

@@ -42,6 +42,8 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
     attention_gate: bool = False  # scales a head's output by 2 sigmoid(W x), x: 16 channels
     value_embeddings: int = 0  # every n-th block, the last too, adds a row per token id to v; 0: no
+    embedding_mix: int = 0  # every n-th block, the last too, reads a x + b x0, x0: embedded; 0: no
+    bigram_embedding: bool = False  # a table's row, by a hash of a token and the one before it
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -87,12 +89,23 @@ class GPTConfig:
         return min(16, self.n_embd) if self.attention_gate else 0
 
     @property
+    def mixed_layers(self):
+        """Numbers of the blocks that read the embedded tokens again, the last block first."""
+        if not self.embedding_mix:
+            return range(0)
+        return range(self.n_layer - 1, 0, -self.embedding_mix)
+
+    @property
     def tables(self):
         """Widths of all matrices with a row for each token id, the head's too;
         a shared one counts once.
         """
-        values = [self.kv_heads * self.head_size] * len(self.value_layers)
-        return [self.n_embd] * (1 if self.tie_embeddings else 2) + values
+        widths = [self.n_embd]
+        if not self.tie_embeddings:
+            widths.append(self.n_embd)
+        if self.bigram_embedding:
+            widths.append(self.n_embd)
+        return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
 
     @property
     def block_matmuls(self):
@@ -116,7 +129,10 @@ class GPTConfig:
         """Why a model of this shape cannot be built, one line each; empty if it can."""
         sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
         sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
-        found = too_small(self, dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "dropout": 0})
+        found = too_small(
+            self,
+            dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "embedding_mix": 0, "dropout": 0},
+        )
         for name in sizes:
             most = 10_000 if name == "n_layer" else 1 << 27
             if (getattr(self, name) or 0) > most:

@@ -8,5 +8,9 @@ from config.modern_124m import *  # noqa: F403
 
 out_dir = "out/modern_124m_once"
 weight_decay = None  # 2 / (lr max_steps), near the best in runs on 6M to 100M tokens
+lr = 0.025
 value_embeddings = 2
 attention_gate = True
+key_offset = True
+embedding_mix = 2
+bigram_embedding = True

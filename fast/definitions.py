@@ -16,9 +16,9 @@ class Linear(nn.Linear):
         return F.linear(x, forms.weight_of(self), self.bias)
 
 
-def qkv(x, layer, heads, head_dim, copy_v=False):
+def qkv(x, layer, heads, head_dim, separate_v=False):
     q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
-    if copy_v:
+    if separate_v:
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     return (q, k, v)
 

@@ -174,7 +174,7 @@ def linear(_, layer, x):
     return fast.linear.LinearFunction.apply(operand(x), weight_of(layer), layer.bias, tune)
 
 
-def qkv(_, x, layer, heads, head_dim, copy_v=False):
+def qkv(_, x, layer, heads, head_dim, separate_v=False):
     unless = {OTHER_LAYER: do_more(layer)}
     if not fused("qkv", x, layer, text=("qkv",), unless=unless, inner=1):
         return None
@@ -185,7 +185,7 @@ def qkv(_, x, layer, heads, head_dim, copy_v=False):
         q, k, v = fast.linear.QKV.apply(
             operand(x), weight_of(layer), layer.bias, heads, head_dim, tune
         )
-    if copy_v:
+    if separate_v:
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     return q, k, v
 

@@ -237,7 +237,8 @@ def compile_model(model, sharded=False):
     # FSDP2 gathers the embedding in a hook, which a compiled function would not call
     if not sharded:
         model.embed = torch.compile(model.embed)
-    for part in (*model.blocks, model.head):
+    mixes = [model.mixes[layer] for layer in model.cfg.mixed_layers]
+    for part in (*model.blocks, *mixes, model.head):
         part.compile()
     torch.compiler.config.cache_key_tag = source.imported()
 

@@ -22,7 +22,7 @@ STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
 VALUES = {"ranks": files.count, "shards": files.count, "trees": [lambda tree: True]}
 VALUES |= {"of_each_rank": [files.text]}
 # ends of names of tensors with a row per token id
-TABLES = ("wte.weight", "head.weight", "values.weight")
+TABLES = ("wte.weight", "head.weight", "values.weight", "bigrams.table.weight")
 
 
 class SavedTensor:

@@ -59,7 +59,8 @@ def apply(model, cfg, device_type="cpu"):
             attn = part_of(block, "attn", kernels.attention)
             attention = attn.core = KeptAttention(attn.core, store)
         if cfg.remat != "selective":
-            model.stack[i] = CheckpointedBlock(block, store, attention)
+            mix, _ = model.layers[i]
+            model.layers[i] = mix, CheckpointedBlock(block, store, attention)
 
 
 def part_of(block, name, core=None):

@@ -87,6 +87,9 @@ def parameter_counts(cfg):
     tables = cfg.padded_vocab * sum(cfg.tables)
     if cfg.positions == "learned":
         tables += C * cfg.block_size
+    if cfg.bigram_embedding:
+        tables += 1  # its scale
+    tables += 2 * len(cfg.mixed_layers)
     return tables + cfg.n_layer * block + norm, block
 
 
@@ -181,13 +184,16 @@ def blocks_again(cfg, n_layer):
 
 
 def activation_bytes(cfg, recomputed):
-    """Bytes that all blocks keep for the backward, so many of which are computed again."""
+    """Bytes that are kept for the backward, if so many blocks are computed again."""
     whole = cfg.n_layer - recomputed
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
-    return cfg.rank_tokens * (
-        whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat))
-    )
+    each = whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat))
+    if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
+        each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
+    if cfg.bigram_embedding:
+        each += 4 * cfg.n_embd  # the table's rows
+    return cfg.rank_tokens * each
 
 
 def kept(cfg, remat):

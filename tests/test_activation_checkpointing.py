@@ -83,7 +83,7 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
             assert torch.equal(own(*idx)[0], plain(*idx)[0])
     for p, ref in zip(own.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, ref.grad, rtol=1e-4, atol=1e-7)
-    assert not [kept for group in own.stack[0].store.leaving for kept in group.members]
+    assert not [kept for group in own.layers[0][1].store.leaving for kept in group.members]
 
 
 @pytest.mark.parametrize("kind", ["block", "attention", "selective"])

@@ -33,10 +33,11 @@ KINDS += [
         ("varlen", "block"),
     )
 ]
-COMPILED = dict(parallel="fsdp", n_kv_head=1, key_offset=True, remat="block", compile=True)
+TOKEN_BEFORE = dict(key_offset=True, bigram_embedding=True)
+COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, **TOKEN_BEFORE)
 CASES = [
     ({}, None),
-    (dict(key_offset=True), None),
+    (TOKEN_BEFORE, None),
     slow(COMPILED, "graphs"),
     repeated(COMPILED, "inductor"),
 ]
@@ -148,7 +149,7 @@ def test_attention_equals_float64(way, kv_heads, grouped, monkeypatch):
     [
         GROUPED,
         dict(GROUPED, qk_norm=True, rope_factor=8.0, rope_original=16),
-        dict(GROUPED, key_offset=True),
+        dict(GROUPED, **TOKEN_BEFORE),
     ],
 )
 def test_a_packed_row_is_its_documents_alone(way, shape):
@@ -245,7 +246,8 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
     shape = dict(
         positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2)
     )
-    shape["key_offset"] = settings.get("key_offset", False)
+    for name in TOKEN_BEFORE:
+        shape[name] = settings.get(name, False)
     common = SHORT | dict(document_mask=True, **shape)
     train_here(short_documents, tmp_path / "one", **common)
     words = flags(

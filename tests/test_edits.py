@@ -68,7 +68,9 @@ ATTENTION = "    def forward(self, x, idx, positions):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 CORE = "        y = self.core("
 GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
-LOOP = "        for block in self.stack:\n            x = block(x, idx, positions)\n"
+LOOP = """        for mix, block in self.layers:
+            x = block(mix(x, embedded), idx, positions)
+"""
 SCALE = "        x0, scale = x, 1 + (idx % 3).to(x.dtype).unsqueeze(-1)\n"
 HEAD = "        self.head = Head(cfg)\n"
 LOSS_CALL = """kernels.linear_cross_entropy(
@@ -161,8 +163,8 @@ EDITS = {
     "a loss of PyTorch's": [(LOSS_CALL, f"kernels.mean_loss({LOSSES}, targets, reduction)\n")],
     # validated row by row
     "a mean that knows no rows": [(HEAD_CALL, "loss, count = " + PLAIN_MEAN)],
-    "a skipped layer": [(LOOP, LOOP.replace("self.stack", "self.stack[::2]"))],
-    "layers run twice": [(LOOP, LOOP.replace("self.stack", "[*self.stack, *self.stack]"))],
+    "a skipped layer": [(LOOP, LOOP.replace("self.layers", "self.layers[::2]"))],
+    "layers run twice": [(LOOP, LOOP.replace("self.layers", "self.layers * 2"))],
     "the embedding in every block": [  # by name, and a factor without a gradient
         (
             BLOCK,

@@ -106,7 +106,7 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
 
     def hidden(self, idx, positions=None):
         x = self.embed(idx, positions)
-        for block in self.stack[:-1]:
+        for _, block in self.layers[:-1]:
             x = block(x, idx, positions)
         return self.norm(x)
 

@@ -2,6 +2,7 @@
 every variant trains.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ VARIANTS = {
     "llama_scaled": dict(LLAMA, rope_theta=500_000.0, rope_factor=8.0, rope_original=8),
     "softcap": dict(softcap=15.0),
     "key_offset": dict(LLAMA, n_kv_head=2, key_offset=True),
+    "bigram_embedding": dict(bigram_embedding=True, embed_norm=True),
+    "embedding_mix": dict(embedding_mix=1),
     "relu2": dict(LLAMA, mlp="relu2"),
     "qk_norm": dict(LLAMA, qk_norm=True),
     "qk_norm_learned": dict(qk_norm=True),
@@ -71,7 +74,9 @@ def test_variants_train_and_see_no_later_position(changes):
     # nearly uniform at first: weights of 0.02 give logits of about 0.02 * sqrt(32) = 0.1
     assert abs(loss.item() - math.log(cfg.vocab_size)) < 0.1
     for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
+        assert p.grad is not None and p.grad.isfinite().all(), name
+        # the rows that the scale multiplies are zero at first
+        assert p.grad.any() == (name != "bigrams.scale"), name
     model = randomized(cfg).eval()
     x = ids(cfg)
     y = x.clone()
@@ -121,6 +126,49 @@ def test_rope_turns_half_of_a_head_and_a_key_has_a_quarter_of_the_one_before():
     half = [0, 1, 4, 5]
     for mine, theirs in zip((turned, keys), whole(q[..., half], k[..., half], one, one, None)):
         torch.testing.assert_close(mine[..., half], theirs)
+
+
+def test_a_pair_of_tokens_has_a_row_of_the_bigrams_table():
+    cfg = small(bigram_embedding=True, vocab_size=5000)
+    model = build(cfg, CPU, seed=0)
+    torch.nn.init.normal_(model.bigrams.table.weight)
+    idx = torch.tensor([[5, 7, 5, 7, 7, 5], [7, 5, 9, 9, 5, 7]])
+    rows = model.bigrams(torch.zeros(2, 6, cfg.n_embd), idx)
+    pairs = {}
+    for b, t in itertools.product(range(2), range(6)):
+        pairs.setdefault((idx[b, t - 1].item() if t else None, idx[b, t].item()), []).append(
+            rows[b, t]
+        )
+    assert all(torch.equal(one, same[0]) for same in pairs.values() for one in same)
+    different = torch.stack([same[0] for same in pairs.values()])
+    assert len(torch.unique(different, dim=0)) == len(pairs) == 8
+    table = 0.1 * model.bigrams.table.weight
+    assert all((table == row).all(1).any() for row in different)
+    # over as many rows as ids, about as evenly as chance: 1 - 1/e of them are used
+    idx = torch.randint(5000, (1, 5000), generator=torch.Generator().manual_seed(0))
+    own = model.bigrams(torch.zeros(1, 5000, cfg.n_embd), idx)
+    assert 0.6 < len(own[0].unique(dim=0)) / 5000 < 0.66
+
+
+@pytest.mark.parametrize("every, layers", [(0, []), (1, [1, 2, 3]), (2, [1, 3]), (3, [3])])
+def test_blocks_read_the_embedded_tokens_again(every, layers):
+    """A block's input is a x + b x0; the first block, whose input is x0, has none of it."""
+    model = randomized(small(n_layer=4, embedding_mix=every)).double()
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
+    x = ids(model.cfg)
+    model.hidden(x)
+    embedded = model.embed(x, None)
+    y = embedded
+    for layer, (mixed, after) in enumerate(seen):
+        if layer in layers:
+            a, b = model.mixes[layer].weight
+            y = (1 + a / 4) * y + (0.1 + b / 4) * embedded
+        torch.testing.assert_close(mixed, y, rtol=1e-5, atol=1e-6)
+        y = after
+    own = [name for name, _ in model.named_parameters() if name.startswith("mixes.")]
+    assert own == [f"mixes.{layer}.weight" for layer in layers]
 
 
 @pytest.mark.parametrize("width", [32, 12])

@@ -20,6 +20,7 @@ MODELS = {
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math"),
     "llama_grouped": LLAMA | GROUPED,
     "key_offset": dict(LLAMA, n_kv_head=2, key_offset=True),
+    "bigram_embedding": dict(LLAMA, n_kv_head=2, bigram_embedding=True, embedding_mix=1),
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }
 
@@ -150,7 +151,7 @@ def computed_positions(self, x, positions):
 
 def block_twice(self, idx, positions=None):
     x = self.embed(idx, positions)
-    for block in [*self.stack, self.stack[0]]:
+    for _, block in [*self.layers, self.layers[0]]:
         x = block(x, idx, positions)
     return self.norm(x)
 

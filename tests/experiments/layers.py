@@ -158,7 +158,12 @@ PATCHES = [
                     + "        more = [Block(cfg, rope, layer) for layer in range(2)]\n"
                     + "        self.late = nn.ModuleList(more)\n",
                 ),
-                (LOOP, LOOP.replace("self.stack", "[*self.stack, *self.late]")),
+                (
+                    LOOP,
+                    LOOP.replace(
+                        "self.layers", "[*self.layers, *zip([Unchanged()] * 2, self.late)]"
+                    ),
+                ),
             ]
         },
         (*EXPORTED, modes.COMPILED, modes.RESUMED, modes.DDP, modes.FSDP),
@@ -168,7 +173,7 @@ PATCHES = [
     Patch(
         "a skipped layer",
         "the second block stays without use",
-        loop(LOOP.replace("self.stack", "self.stack[::2]")),
+        loop(LOOP.replace("self.layers", "self.layers[::2]")),
         (*OF_LAYERS, modes.DDP),
     ),
     Patch(
@@ -184,8 +189,7 @@ PATCHES = [
                 ),
                 (
                     LOOP,
-                    "        x0 = x\n"
-                    + LOOP.replace("block(x, idx, positions)", "block(x, idx, positions, x0=x0)"),
+                    "        x0 = x\n" + LOOP.replace("idx, positions)", "idx, positions, x0=x0)"),
                 ),
             ]
         },

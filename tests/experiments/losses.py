@@ -11,8 +11,8 @@ FORWARD = """        loss, count = self.head(x, targets, reduction)
 """
 HEAD = "        self.head = Head(cfg)\n"
 TIE = "            self.head.weight = self.wte.weight\n"
-LOOP = """        for block in self.stack:
-            x = block(x, idx, positions)
+LOOP = """        for mix, block in self.layers:
+            x = block(mix(x, embedded), idx, positions)
         return self.norm(x)
 """
 BLOCK_FORWARD = """    def forward(self, x, idx, positions):
@@ -266,8 +266,8 @@ PATCHES = [
                 (
                     LOOP,
                     "        self.inner = []\n"
-                    "        for block in self.stack:\n"
-                    "            x = block(x, idx, positions)\n"
+                    "        for mix, block in self.layers:\n"
+                    "            x = block(mix(x, embedded), idx, positions)\n"
                     "            self.inner.append(x)\n"
                     "        return self.norm(x)\n",
                 ),
