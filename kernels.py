@@ -193,4 +193,4 @@ def cap(logits, softcap):
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-forms.bind(globals())
+forms.find_edits(globals())

@@ -1,9 +1,9 @@
 """The fused forms of the operations in kernels.py, and which calls they serve.
 
 For each call, `fused` decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs,
-in bf16 and fp8), or the operation's own text in plain PyTorch. A form computes one text, of which
-definitions.py has a copy: once kernels.py is imported, `bind` compares the two, and what was edited
-runs as it stands.
+in bf16 and fp8), or the operation's own text in plain PyTorch. A form computes one text, which
+kernels_copy.py has too: once kernels.py is imported, `find_edits` compares the two, and what was
+edited runs as it stands.
 """
 
 import functools
@@ -13,11 +13,11 @@ import torch
 import torch.nn as nn
 
 import fast
-from fast import chips, chunks, texts
+from fast import chips, chunks, edit_check
 from fast.gradients import Rotation
 
 chips.without_amx()  # on a CPU where it would end the process
-served = set()  # types of device whose calls may take fused kernels, see `serve`
+enabled = set()  # types of device whose calls may take fused kernels, see `enable`
 counting = None  # an OperationCounter (run/flops.py); while there is one, plain PyTorch runs
 edits = {}  # {definition in kernels.py: words} of those that were edited, or call one that was
 activations = {}  # {function: its name} of those that the MLP's kernels compute
@@ -44,11 +44,11 @@ def operation(definition):
     return chosen
 
 
-def bind(definitions):
+def find_edits(definitions):
     """Finds out which definitions were edited; kernels.py calls it at its end, with its globals."""
     global divisible
     edits.clear()
-    edits.update(texts.edits(definitions["__file__"]))
+    edits.update(edit_check.edits(definitions["__file__"]))
     for name in ("gelu", "relu2", "swiglu"):
         activations[definitions.get(name)] = name
     for name in ("Linear", "LayerNorm", "RMSNorm"):
@@ -58,17 +58,17 @@ def bind(definitions):
         divisible = chunks.divisible(inspect.unwrap(definitions["plain_loss"]))
 
 
-def serve(device, ops="auto"):
+def enable(device, ops="auto"):
     """Switches the fused kernels of a torch.device on -> None, or off -> why they are off."""
     if ops == "torch":
         reason = "ops=torch"
     else:
         reason = chips.no_fused_kernels(chips.of(device)) or load()
     if reason is None:
-        served.add(device.type)
+        enabled.add(device.type)
         fast.fusion.register()
     else:
-        served.discard(device.type)
+        enabled.discard(device.type)
     return reason
 
 
@@ -80,27 +80,27 @@ def load():
         return f"the package {error.name} is not installed"
 
 
-def fused(name, x, *layers, text=(), unless=None, inner=0):
+def fused(name, x, *layers, computes=(), unless=None, inner=0):
     """Whether the fused kernel of an operation serves this call on x and the layers' parameters.
 
-    text: the definitions that it computes. unless: {why not, in words: whether that is so}. inner:
-    how many other operations its plain text calls.
+    computes: names of definitions. unless: {why not, in words: whether that is so}. inner: how many
+    other operations its plain text calls.
     """
     if counting is None:
-        return obstacle(x.device.type, computed_in(x), layers, text, unless) is None
-    counting.note(name, obstacle(*counting.where, layers, text, unless), inner)
+        return obstacle(x.device.type, computed_in(x), layers, computes, unless) is None
+    counting.note(name, obstacle(*counting.where, layers, computes, unless), inner)
     return False
 
 
-def obstacle(device_type, dtype, layers, text, unless):
+def obstacle(device_type, dtype, layers, computes, unless):
     """Why a call on this device in this dtype runs in plain PyTorch; None where it does not."""
-    for definition in text:
+    for definition in computes:
         if definition in edits:
             return edits[definition]
     for words, stands in (unless or {}).items():
         if stands:
             return words
-    if device_type not in served:
+    if device_type not in enabled:
         return "no fused kernels here"
     if dtype != torch.bfloat16:
         return f"computed in {str(dtype).removeprefix('torch.')}"
@@ -115,7 +115,7 @@ OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 
 
-def do_more(*layers):
+def has_hooks_or_own_forward(*layers):
     """Whether one of the layers does more than a kernel that only reads its parameters."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
@@ -166,7 +166,7 @@ def weight_of(layer):
 
 
 def linear(_, layer, x):
-    if not fused("linear", x, layer, text=("Linear",)):
+    if not fused("linear", x, layer, computes=("Linear",)):
         return None
     if in_fp8(x, layer):
         return fast.fp8.LinearFunction.apply(operand(x), *fast.fp8.operands(layer))
@@ -175,8 +175,8 @@ def linear(_, layer, x):
 
 
 def qkv(_, x, layer, heads, head_dim, separate_v=False):
-    unless = {OTHER_LAYER: do_more(layer)}
-    if not fused("qkv", x, layer, text=("qkv",), unless=unless, inner=1):
+    unless = {OTHER_LAYER: has_hooks_or_own_forward(layer)}
+    if not fused("qkv", x, layer, computes=("qkv",), unless=unless, inner=1):
         return None
     if in_fp8(x, layer):
         q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
@@ -195,10 +195,10 @@ def mlp(_, x, up, activation, down):
     unless = {
         "another activation": kind is None,
         "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
-        OTHER_LAYER: do_more(up, down),
+        OTHER_LAYER: has_hooks_or_own_forward(up, down),
         "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
     }
-    if not fused("mlp", x, up, down, text=("mlp", kind), unless=unless, inner=2):
+    if not fused("mlp", x, up, down, computes=("mlp", kind), unless=unless, inner=2):
         return None
     x = operand(x)
     if in_fp8(x, up):
@@ -218,7 +218,7 @@ def rms_norm(_, layer, x):
 
 
 def norm(text, layer, x):
-    if not fused("norm", x, layer, text=(text,), unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
+    if not fused("norm", x, layer, computes=(text,), unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
         return None
     shift = getattr(layer, "bias", None)
     centred = isinstance(layer, nn.LayerNorm)
@@ -230,12 +230,12 @@ def rope(_, x, layer, cos, sin):
     rms = isinstance(layer, nn.RMSNorm)
     usual_tables = all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin))
     unless = {
-        OTHER_LAYER: normed and (not rms or do_more(layer)),
+        OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
     }
     inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
-    if not fused("rope", x, layer, text=("rope",), unless=unless, inner=inner):
+    if not fused("rope", x, layer, computes=("rope",), unless=unless, inner=inner):
         return None
     if not normed:
         return fast.rope.RopeFunction.apply(x, None, 0.0, cos, sin)
@@ -257,7 +257,7 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
     trains = torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
-    if not fused("linear_cross_entropy", x, head, text=("cross_entropy",), unless=unless):
+    if not fused("linear_cross_entropy", x, head, computes=("cross_entropy",), unless=unless):
         return None
     x = operand(x)
     if in_fp8(x, head) and trains:

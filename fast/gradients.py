@@ -2,11 +2,11 @@
 
 import torch
 
-from fast import definitions
+from fast import kernels_copy
 
 
 class Rotation(torch.autograd.Function):
-    """definitions.rotated, whose backward is a rotation by the opposite angle.
+    """kernels_copy.rotated, whose backward is a rotation by the opposite angle.
 
     The backward that torch.compile makes takes 3 times as long.
     """
@@ -14,12 +14,12 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return definitions.rotated(x, cos, sin)
+        return kernels_copy.rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return definitions.rotated(dy, cos, -sin), None, None
+        return kernels_copy.rotated(dy, cos, -sin), None, None
 
 
 class SameLayout(torch.autograd.Function):

@@ -361,7 +361,7 @@ class KVCache:
             self.keys_values[call] = v.new_zeros(2, B, H_kv, self.size, D)
         kept = self.keys_values[call]
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if T == 1 and q.device.type in forms.served:
+        if T == 1 and q.device.type in forms.enabled:
             from fast import decode  # which needs Triton
 
             return decode.attention(q, k, v, kept, positions)

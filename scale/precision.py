@@ -39,7 +39,7 @@ def pick_precision(name, device, weights="fp32", fp16=True):
 
 def pick_ops(name, device, precision):
     """(torch or fused, reason), auto resolved; switches fused kernels on or off for the device."""
-    missing = forms.serve(device, name)
+    missing = forms.enable(device, name)
     if not missing and precision not in ("bf16", "fp8"):
         missing = f"fused kernels are for bf16 and fp8, precision is {precision}"
     if not missing:  # the first step would wait for these: a hash of 400 MB, and NVRTC

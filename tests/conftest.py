@@ -43,7 +43,7 @@ from settings import Config  # noqa: E402
 from system import files  # noqa: E402
 from system.errors import UserError  # noqa: E402
 
-forms.load()  # as forms.serve does on a GPU; tests put types of device into forms.served
+forms.load()  # as forms.enable does on a GPU; tests put types of device into forms.enabled
 
 ROOT = Path(__file__).parent.parent
 if (ROOT.parent / "shared/tiktoken").is_dir():
@@ -81,14 +81,14 @@ SETTINGS = [
     (torch._inductor.config, "post_grad_custom_pre_pass"),
     (torch.compiler.config, "cache_key_tag"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
-    (forms, "served"),
+    (forms, "enabled"),
 ]
 
 
 @contextlib.contextmanager
 def kept():
     """Puts back what is set for the whole process within: no test depends on those before it."""
-    environment, served = dict(os.environ), set(forms.served)
+    environment, served = dict(os.environ), set(forms.enabled)
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -99,8 +99,8 @@ def kept():
         for (owner, name), value in zip(SETTINGS, values):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
-        forms.served.clear()
-        forms.served.update(served)
+        forms.enabled.clear()
+        forms.enabled.update(served)
         # "high", which autocast sets for all but fp32, is TF32
         torch.set_float32_matmul_precision(products)
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)

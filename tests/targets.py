@@ -146,7 +146,7 @@ def resources(kernel):
 
 if __name__ == "__main__":
     cublas.matmul = lambda a, b, out, *_, **__: out  # untouched too
-    forms.served = {"cpu"}
+    forms.enabled = {"cpu"}
     for capability in map(int, sys.argv[1:]):
         for (name, _), kernel in compiled(capability).items():
             registers, stack = resources(kernel)

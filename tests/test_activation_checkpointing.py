@@ -212,7 +212,7 @@ def test_kept_attention(backend, heads, T, D):
 @pytest.mark.parametrize("kind", ["block", "attention"])
 def test_offload_on_a_gpu(kind):
     """Offload's gradients, in tiles and fused, are those of a model that keeps all on the GPU."""
-    forms.serve(torch.device("cuda"))
+    forms.enable(torch.device("cuda"))
     shape = GROUPED | {"n_hidden": 704, "qk_norm": True}  # whose norm gives float32 under autocast
     sizes = dict(vocab_size=512, n_layer=5, n_embd=256, block_size=1024, device="cuda")
     plain, own = build(shape, **sizes), build(shape, kind, **sizes, tile=256, offload=True)

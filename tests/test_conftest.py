@@ -28,7 +28,7 @@ def all_settings():
     found += [
         torch.get_num_threads(),
         torch.get_default_dtype(),
-        set(forms.served),
+        set(forms.enabled),
         dict(os.environ),
     ]
     return [*found, torch.utils.deterministic.fill_uninitialized_memory]
@@ -46,7 +46,7 @@ def test_settings_that_a_test_leaves_are_put_back(request):
         compile_model(build(small(), CPU))
         if forms.load() is None:
             fast.fusion.register()
-        forms.served.add("cuda")
+        forms.enabled.add("cuda")
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_dtype(torch.float64)
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

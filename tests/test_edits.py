@@ -316,7 +316,7 @@ def in_place(edit):
         try:
             yield
         finally:
-            forms.bind(vars(kernels))
+            forms.find_edits(vars(kernels))
 
 
 # so that all are there before one is put in place
@@ -345,14 +345,14 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
     """
     cfg = config(shape_of or edit, dict(precision="bf16" if fast else "fp32") | settings)
     with pytest.MonkeyPatch.context() as patch, in_place(edit):
-        patch.setattr(forms, "served", set())
+        patch.setattr(forms, "enabled", set())
         patch.setattr(memory, "UNIT_MIB", memory.UNIT_MIB if unit_mib is None else unit_mib)
         world = parallel.join(cfg)
         cfg.attention = best_attention(world.device)[0] if fast else "math"
         if fast and GPU:
-            forms.serve(world.device)
+            forms.enable(world.device)
         elif fast:
-            forms.served.add("cpu")
+            forms.enabled.add("cpu")
             stand_in_for_cublas(patch.setattr)
         if cfg.compile:
             torch._dynamo.reset()
@@ -509,7 +509,7 @@ def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_which_operations_become_plain(edit, monkeypatch):
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     with in_place(edit):
         found = ModelAnalysis(config(edit, dict(precision="bf16")), torch.device(DEVICE))
     assert found.problem is None
@@ -536,7 +536,7 @@ EDITED = {
 
 @pytest.mark.parametrize("edit", DEFINITIONS)
 def test_the_summary_names_an_edited_definition(edit, monkeypatch):
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     with in_place(edit):
         found = ModelAnalysis(config(edit, dict(precision="bf16")), torch.device(DEVICE))
         plain = {name: why for name, why in found.calls if why}
@@ -556,7 +556,7 @@ NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one
 @pytest.mark.parametrize("edit", DEFINITIONS if GPU else ["attention", "rotated", "mlp"])
 def test_sampling_of_an_edited_definition(edit, monkeypatch):
     """With a KV cache, or, after an edit of attention, without; greedily and in float32."""
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     sampling.without.cache_clear()
     ids = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = {}

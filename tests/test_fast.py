@@ -289,7 +289,7 @@ def test_rope(B, H, T, D, normed):
 
 def test_rope_of_other_tables_is_plain_pytorch(monkeypatch):
     """The kernel reads tables of (T, D); plain PyTorch takes any that can be broadcast."""
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     x, cos = leaf(2, 3, 5, 8), torch.randn(5, 4, device=DEVICE).repeat(1, 2)
     for table in (cos, cos.expand(2, 1, 5, 8), cos[:1], cos.t().contiguous().t()):
         found = kernels.rope(x, torch.nn.Identity(), table, table)
@@ -318,7 +318,7 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
     for block in [*exact.blocks, *own.blocks]:
         # or tokens attend to all alike; more is all rounding
         block.attn.qkv.weight.data *= 3 if GPU else 8
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     if compiled:
         own.hidden = torch.compile(own.hidden, fullgraph=True)
         own.head.compile(fullgraph=True)
@@ -331,7 +331,7 @@ def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled
         assert plain_calls == ({"mlp", "linear"} if "n_hidden" in shape else set())
     for block in exact.blocks:
         block.attn.backend = "math"
-    monkeypatch.setattr(forms, "served", set())
+    monkeypatch.setattr(forms, "enabled", set())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected, refs = gradients(exact.double(), idx, targets)
     assert error(value, expected) < 1e-3

@@ -31,7 +31,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def fast_forms(monkeypatch):
-    monkeypatch.setattr(forms, "served", {"cpu"})
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
 
 
 def analysed(**settings):
@@ -86,7 +86,7 @@ def test_reasons_of_plain_calls(monkeypatch):
     assert "plain: mlp 3, linear 6 (a width" in str(found.rows())
     found, _ = analysed(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
-    monkeypatch.setattr(forms, "served", set())
+    monkeypatch.setattr(forms, "enabled", set())
     assert all(reason == "no fused kernels here" for _, reason in analysed()[0].calls)
 
 

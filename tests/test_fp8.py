@@ -62,7 +62,7 @@ CASTS = [(M, w, k) for M, w in SHAPES for k in (KINDS if len(w) == 1 else SEVERA
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
-    monkeypatch.setattr(forms, "served", {DEVICE.type})
+    monkeypatch.setattr(forms, "enabled", {DEVICE.type})
     if not GPU:  # the interpreter takes as long for rows that are not there
         monkeypatch.setattr(fp8, "SUM_STEPS", 2)
 

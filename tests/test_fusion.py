@@ -104,7 +104,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     """In the graphs that all blocks share no addition is left, but for one behind dropout."""
     shape, dropout, fp8, folded, *edit = CASES[case]
     norms = 3 if NormOfHeads in edit else 2
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     torch._dynamo.reset()
     counters.clear()
     # Not monkeypatch: what it undoes on this module is hidden from every later compilation in the
@@ -137,7 +137,7 @@ def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
 @pytest.mark.parametrize("fp8", [costly(False), costly(True)])
 def test_a_restart_finds_whole_graphs_in_the_cache(fp8, products, monkeypatch, tmp_path):
     """Those with autograd functions and a choice of attention too, which compute the same bits."""
-    monkeypatch.setattr(forms, "served", {DEVICE})
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     runs, found = [], []
     with torch._inductor.config.patch(post_grad_custom_pre_pass=None):

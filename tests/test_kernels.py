@@ -143,7 +143,7 @@ def test_a_mean_of_no_targets_is_zero_and_so_are_its_gradients(reduction):
 
 def test_which_calls_take_the_fused_kernel(monkeypatch):
     """By type of device, dtype, widths and kind of layer; --ops=torch switches all off."""
-    monkeypatch.setattr(forms, "served", {"cpu"})
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
     wide, narrow, x = kernels.Linear(16, 32), kernels.Linear(16, 30), torch.randn(2, 3, 16)
 
     class Edited(kernels.Linear):
@@ -156,18 +156,19 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert fused(wide) and not fused(narrow) and not fused(wide, narrow)
     assert fused(wide, unless={"a reason": False}) and not fused(wide, unless={"a reason": True})
     assert not fused(wide, dtype=torch.float16) and not forms.fused("linear", x, wide)
-    assert not forms.do_more(wide, kernels.LayerNorm(16)) and forms.do_more(wide, Edited(16, 32))
-    assert "NVIDIA" in forms.serve(torch.device("cpu")) and not forms.served and not fused(wide)
-    monkeypatch.setattr(forms, "served", {"cpu"})
-    assert forms.serve(torch.device("cpu"), "torch") == "ops=torch" and not forms.served
+    has_more = forms.has_hooks_or_own_forward
+    assert not has_more(wide, kernels.LayerNorm(16)) and has_more(wide, Edited(16, 32))
+    assert "NVIDIA" in forms.enable(torch.device("cpu")) and not forms.enabled and not fused(wide)
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
+    assert forms.enable(torch.device("cpu"), "torch") == "ops=torch" and not forms.enabled
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
-        assert not forms.do_more(wide) and forms.do_more(layer)  # a layer with a hook is called
+        assert not has_more(wide) and has_more(layer)  # a layer with a hook is called
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
-    monkeypatch.setattr(forms, "served", {"cuda"})
+    monkeypatch.setattr(forms, "enabled", {"cuda"})
     x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
     norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
     others = kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))

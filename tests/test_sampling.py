@@ -105,7 +105,7 @@ def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
     In bf16 0.05 is measured: attention rounds anew.
     """
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
-    monkeypatch.setattr(forms, "served", {"cuda"})
+    monkeypatch.setattr(forms, "enabled", {"cuda"})
     monkeypatch.setattr(
         sampling, "waits", lambda *_: "a test"
     )  # no graph, which would call `draw_token` once

@@ -19,7 +19,7 @@ from run.logger import device_name
 def main():
     """Prints ms, forward and backward together, and MiB of each operation."""
     device = torch.device("cuda")
-    if reason := forms.serve(device) if torch.cuda.is_available() else "none found":
+    if reason := forms.enable(device) if torch.cuda.is_available() else "none found":
         sys.exit(f"error: it needs an NVIDIA GPU that runs the fused kernels: {reason}")
     print(
         f"{device_name(device)}, torch {torch.__version__}; bf16; forward and backward together\n"

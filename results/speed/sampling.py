@@ -85,7 +85,7 @@ def measure(name, shape):
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     print(f"{name}: weights {size / 1e9:.2f} GB, {size / 4.8e9:.2f} ms at 4.8 TB/s", flush=True)
     for ops, rows, top_k in (("auto", 1, 50), ("auto", 1, 1), ("auto", 32, 50), ("torch", 1, 50)):
-        forms.serve(GPU, ops)
+        forms.enable(GPU, ops)
         options = dict(temperature=float(top_k > 1), top_k=top_k)  # 0: greedy
         ms, first = timed(model, rows, NEW, **options)
         eager, _ = timed(model, rows, EAGER, graphs=False, **options)
@@ -93,7 +93,7 @@ def measure(name, shape):
         print(f"  ops={ops:<5} batch {rows:2} top_k={top_k:<2}  {words}", flush=True)
         if rows == 1 and top_k > 1:
             print_kernels(model)
-    forms.serve(GPU, "auto")
+    forms.enable(GPU, "auto")
     if model.cfg.block_size > 8000:
         ms, _ = timed(model, 1, 200, prompt=7680, temperature=0)
         print(f"  greedy after 7,680 tokens: {ms:.3f} ms a token", flush=True)

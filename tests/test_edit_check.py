@@ -1,4 +1,4 @@
-"""fast/texts.py: which changes of kernels.py are edits, and what they are said to change."""
+"""fast/edit_check.py: which changes of kernels.py are edits, and what they are said to change."""
 
 import inspect
 
@@ -7,32 +7,32 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 import kernels
-from fast import chunks, definitions, forms, texts
+from fast import chunks, edit_check, forms, kernels_copy
 
 TEXT = (ROOT / "kernels.py").read_text()
 
 
 @pytest.fixture
 def edits(tmp_path):
-    """edits(old, new): what texts.py says of kernels.py with a change."""
+    """edits(old, new): what edit_check.py says of kernels.py with a change."""
 
     def found(old, new):
         assert TEXT.count(old) == 1
         (tmp_path / "kernels.py").write_text(TEXT.replace(old, new))
-        return texts.edits(tmp_path / "kernels.py")
+        return edit_check.edits(tmp_path / "kernels.py")
 
     return found
 
 
 def test_the_copy_is_that_of_kernels():
-    assert texts.edits(ROOT / "kernels.py") == {} == forms.edits and forms.divisible
+    assert edit_check.edits(ROOT / "kernels.py") == {} == forms.edits and forms.divisible
     operations = {name.partition(".")[0] for name in forms.FORMS}
-    copied = set(texts.parsed(texts.DEFINITIONS))
+    copied = set(edit_check.parsed(edit_check.COPY))
     assert operations | {"gelu", "relu2", "swiglu", "plain_cross_entropy", "cap"} == copied
-    assert all(hasattr(kernels, name) and hasattr(definitions, name) for name in copied)
+    assert all(hasattr(kernels, name) and hasattr(kernels_copy, name) for name in copied)
 
 
-BIND = "forms.bind(globals())"
+BIND = "forms.find_edits(globals())"
 OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
 SWIGLU = "    gate, up = x.chunk(2, dim=-1)\n    return F.silu(gate) * up"
 FREE = {

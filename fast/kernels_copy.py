@@ -1,4 +1,4 @@
-"""A copy of the definitions in kernels.py that fused forms compute, for texts.py to compare.
+"""A copy of the definitions in kernels.py that fused forms compute, for edit_check.py to compare.
 
 Only `rotated` is ever run. A new text in kernels.py that the fused form still computes is copied
 here as well; tests/test_fast.py then compares the form with it.

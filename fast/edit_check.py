@@ -1,14 +1,14 @@
 """Whether a definition in kernels.py still has the text that its fused forms compute.
 
-That text is in definitions.py, a copy. Both files are parsed by the Python that runs, and compared
-as syntax trees without docstrings: comments and line breaks are free, another name of a variable is
+That text is in kernels_copy.py. Both files are parsed by the Python that runs, and compared as
+syntax trees without docstrings: comments and line breaks are free, another name of a variable is
 another text.
 """
 
 import ast
 from pathlib import Path
 
-DEFINITIONS = Path(__file__).with_name("definitions.py")
+COPY = Path(__file__).with_name("kernels_copy.py")
 SCOPES = (ast.FunctionDef, ast.ClassDef)
 # of a layer: what makes it and its first values, which fused forms do not compute
 FREE_METHODS = ("__init__", "reset_parameters", "extra_repr")
@@ -16,7 +16,7 @@ FREE_METHODS = ("__init__", "reset_parameters", "extra_repr")
 
 def edits(path):
     """{name: words} of the definitions that differ in a file from the copy, or call such a one."""
-    expected, found = parsed(DEFINITIONS), parsed(path)
+    expected, found = parsed(COPY), parsed(path)
     words = {}
     for name in expected:
         if trees(found.get(name, [])) != trees(expected[name]):
