@@ -76,7 +76,7 @@ def main(cfg):
 
     source = Source(cfg)
     out = Path(cfg.out_dir or f"data/{source.short}")
-    with writer.claim(out):
+    with writer.lock_folder(out):
         tokenizer = cfg.tokenizer
         if tokenizer == "chars":
             tokenizer = out / "tokenizer.json"

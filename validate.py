@@ -33,7 +33,7 @@ def main(cfg):
             "name folders with validation shards: validate.py data/books --checkpoint=out/books"
         )
     from run import trained
-    from run.evaluate import in_words, losses
+    from run.evaluate import in_words, loss_of_table
     from scale import parallel
 
     other = trained.other(cfg)  # before the first model is measured
@@ -41,11 +41,11 @@ def main(cfg):
     others = measure(other, cfg.words, T)[0] if other else {}
     for folder, (table, documents) in found.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        lines = [[folder, size, *in_words(losses(table, documents))]]
+        lines = [[folder, size, *in_words(loss_of_table(table, documents))]]
         if others:
             difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
             lines.append(
-                [folder, f"less {cfg.against}'s", *in_words(losses(difference, documents))]
+                [folder, f"less {cfg.against}'s", *in_words(loss_of_table(difference, documents))]
             )
         if is_rank_0():
             say(*map(" | ".join, lines), sep="\n")
@@ -53,7 +53,7 @@ def main(cfg):
 
 
 def measure(cfg, words, T=None):
-    """({folder: (run.evaluate.validate's table, its rows' documents)}, T) of a model.
+    """({folder: (run.evaluate.score_rows's table, its rows' documents)}, T) of a model.
 
     T: None: the model's own.
     """
@@ -83,7 +83,7 @@ def measure(cfg, words, T=None):
                 raise DataError(
                     f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
                 )
-            table, _ = evaluate.validate(model, loader, max(T, cfg.tokens), autocast)
+            table, _ = evaluate.score_rows(model, loader, max(T, cfg.tokens), autocast)
             found[folder] = table, loader.documents(table.shape[1])
             loader.close()
     return found, T

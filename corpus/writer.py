@@ -38,7 +38,7 @@ def written_here(name):
 
 
 @contextlib.contextmanager
-def claim(out):
+def lock_folder(out):
     """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
     with told(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
         out.mkdir(parents=True, exist_ok=True)

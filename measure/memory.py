@@ -70,7 +70,7 @@ def row(cfg, kind, remat):
     except UserError:
         return
     budget = cfg.gpu_gib * memory.GIB
-    gib = memory.takes(cfg, cfg.world) / memory.GIB
+    gib = memory.total_bytes(cfg, cfg.world) / memory.GIB
     rows = memory.largest_batch(cfg, cfg.world, budget)
     length = memory.longest_row(cfg, cfg.world, budget)
     print(f"{kind:<10}{remat:<12}{gib:>12.1f}{in_words(rows):>14}{in_words(length):>14}")

@@ -157,11 +157,11 @@ def build_model(cfg, world, weights=None, eot=None):
     if cfg.document_mask:
         from scale import documents
 
-        documents.prove(model, cfg, world, autocast(cfg.precision, device))
+        documents.check_edits(model, cfg, world, autocast(cfg.precision, device))
     if cfg.context_parallel > 1:
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
-        context_parallel.prove(model, cfg, world, autocast(cfg.precision, device), eot)
+        context_parallel.check_edits(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, analysis
 
 

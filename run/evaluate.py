@@ -22,7 +22,7 @@ TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stoppe
 
 
 @torch.no_grad()
-def validate(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
+def score_rows(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
     """Evaluates a split's first rows, about `tokens` tokens -> (table, extras).
 
     Both are equal on every rank. table: float64 (3, rows): a row's loss in nats, its targets, bytes
@@ -107,8 +107,8 @@ def ratio(amounts, units, documents):
     return mean, math.sqrt((deviations**2).sum() * n / (n - 1)) / units.sum()
 
 
-def losses(table, documents):
-    """The losses of `validate`'s table.
+def loss_of_table(table, documents):
+    """The loss of `score_rows`'s table.
 
     {"loss": nats a token, "bpb": bits per byte or None, "stderr", "bpb_stderr"}.
     """
@@ -219,7 +219,9 @@ class Evaluations:
         model = self.state.model
         device = parallel.device_of(model)
         began = parallel.synchronize(device)
-        rows = context_parallel.alone(model) if evaluation.whole_rows else contextlib.nullcontext()
+        rows = contextlib.nullcontext()
+        if evaluation.whole_rows:
+            rows = context_parallel.whole_rows(model)
         with rows, torch.no_grad(), self.autocast, generators.kept(device):
             found = evaluation.function(model)
         if self.watch.stopping:
@@ -258,7 +260,7 @@ def in_figures(found):
     return [" | ".join([*words, f"{found['seconds']:.1f} s"])]
 
 
-def validation(model, loaders, tokens, autocast, own, stop):
+def validation_loss(model, loaders, tokens, autocast, own, stop):
     """The losses of the data folders, and of their mixture; None once stop() is true.
 
     loaders: [(share of the loss and of the tokens, loader)]. Bits per byte of folders differ too
@@ -269,10 +271,10 @@ def validation(model, loaders, tokens, autocast, own, stop):
     errors = []
     for share, loader in loaders:
         part = max(loader.T, round(share * tokens))
-        table, found = validate(model, loader, part, autocast, own, stop)
+        table, found = score_rows(model, loader, part, autocast, own, stop)
         if stop():
             return None
-        score = folders[loader.data_dir] = losses(table, loader.documents(table.shape[1]))
+        score = folders[loader.data_dir] = loss_of_table(table, loader.documents(table.shape[1]))
         loss += share * score["loss"]
         errors.append(share * score["stderr"])
         for name, value in found.items():
@@ -322,7 +324,7 @@ def add_validation(evaluations, cfg, world, loaders):
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
 
     def evaluate(model):
-        found = validation(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
+        found = validation_loss(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
         return found and found | {"held_out": held_out}
 
     evaluations.add(

@@ -37,7 +37,7 @@ class Start:
             if resume != "none" and parallel.rank_and_size()[0] == 0 and not dry_run:
                 checkpoint_folders.bring_back(self.out_dir)
             parallel.barrier()
-            self.folder = claim(self.out_dir, resume, overwrite, dry_run)
+            self.folder = choose_checkpoint(self.out_dir, resume, overwrite, dry_run)
         parallel.barrier()  # before rank 0 writes there, which would look like an earlier run
         self.tensors = {}
         self.state = {}
@@ -159,8 +159,10 @@ class Start:
         with files.writable(self.out_dir):
             found = checkpoint_folders.folders(self.out_dir)
             if not self.folder and (self.resume == "none" or found):
-                claim(self.out_dir, "none", self.overwrite, dry_run=False)
-            if self.resume == "none":  # `claim` has refused a folder with anything to keep
+                choose_checkpoint(self.out_dir, "none", self.overwrite, dry_run=False)
+            if (
+                self.resume == "none"
+            ):  # `choose_checkpoint` has refused a folder with anything to keep
                 for folder in found:
                     checkpoint_folders.remove(folder)
                 (self.out_dir / "log.jsonl").unlink(missing_ok=True)
@@ -195,7 +197,7 @@ class Start:
         return optim.learning_rate(self.step, optim.share_done(state, cfg), cfg)
 
 
-def claim(out_dir, resume, overwrite, dry_run):
+def choose_checkpoint(out_dir, resume, overwrite, dry_run):
     """The checkpoint to resume from, None for a new run.
 
     Raises UserError where another run is in its way.

@@ -226,7 +226,7 @@ class KVCache:
     """The ids of some rows, their keys and values, and the step that draws the next ids.
 
     Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast
-    context, and context_parallel.alone.
+    context, and context_parallel.whole_rows.
     """
 
     def __init__(self, model, rows, use_graph=False, temperature=0, top_k=None):

@@ -4,7 +4,7 @@ Only attention's core mixes tokens: an all-to-all before it exchanges tokens for
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
 https://arxiv.org/abs/2309.14509); and model.Previous, for which a rank has its first token's from
 the rank before. They are data-parallel ranks to gradients. An edit that mixes tokens outside
-attn.core is refused, see `prove`.
+attn.core is refused, see `check_edits`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import model as models
 from scale import generators, parallel
 from system.errors import UserError
 
-PROOF = 16  # tokens of each rank in `prove`
+CHECKED_TOKENS = 16  # tokens of each rank in `check_edits`
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class ContextRanks:
     size: int
     after_another: Tensor | None = None  # 1.0, and 0.0 on the first of them, see RankBefore
     on: bool = True  # False: each has whole, separate rows, see `alone`
-    proving: bool = False  # whether cores are asked the following, while `on` is False
+    checking: bool = False  # whether cores are asked the following, while `on` is False
     head_free: bool = True  # no core, as far as seen, depends on which heads it is given
 
 
@@ -94,7 +94,7 @@ def innermost(core):
 
 
 @contextlib.contextmanager
-def alone(model, names=("context_ranks", "documents")):
+def whole_rows(model, names=("context_ranks", "documents")):
     """Within it, a rank has whole rows of its own, of one document, for HellaSwag and samples."""
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [part.on for part in parts]
@@ -122,7 +122,7 @@ class Ulysses:
         ranks, N = self.ranks, self.ranks.size
         if not ranks.on:
             y = self.core(q, k, v, *options)
-            if ranks.proving:
+            if ranks.checking:
                 ranks.head_free &= self.head_free(y, q, k, v, *options)
             return y
         if q.size(-1) != v.size(-1):
@@ -223,14 +223,15 @@ def own_tokens(cfg, world, x, y):
     return x[:, first : first + T], y[:, first : first + T], positions
 
 
-def prove(model, cfg, world, autocast, eot=None):
+def check_edits(model, cfg, world, autocast, eot=None):
     """Raises UserError if rows that ranks share differ from the same rows on each rank alone.
 
     Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give
     wrong results. eot: the id that separates documents, which then occurs in the rows.
     """
     wrapped = functools.partial(wrap, ranks=model.context_ranks)
-    differ = try_narrow(model, cfg, world, autocast, wrapped, functools.partial(compare, eot=eot))
+    trial = functools.partial(compare, eot=eot)
+    differ = try_on_narrow_copy(model, cfg, world, autocast, wrapped, trial)
     if any(parallel.gather_objects(differ)):
         why = "model.py mixes tokens outside of attn.core, or in its loss"
         raise UserError(
@@ -238,8 +239,8 @@ def prove(model, cfg, world, autocast, eot=None):
         )
 
 
-def try_narrow(model, cfg, world, autocast, wrapped, trial):
-    """Returns what `trial` finds of a `narrow` model, once `wrapped` has wrapped it.
+def try_on_narrow_copy(model, cfg, world, autocast, wrapped, trial):
+    """Returns what `trial` finds of `narrow_copy`, once `wrapped` has wrapped it.
 
     trial(model, its settings, world, autocast, whether it is narrow). The model is of the same
     code, in float32 and with random weights, since initial weights may be zero. Where an edit
@@ -249,7 +250,7 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
     try:
         # not TF32: its rounding made 32 blocks differ by more than the bounds
         torch.set_float32_matmul_precision("highest")
-        small, shape = narrow(cfg, world)
+        small, shape = narrow_copy(cfg, world)
         wrapped(small)
         small.train()  # what is added to the loss in training alone counts too
         return trial(small, shape, world, contextlib.nullcontext(), True)
@@ -266,9 +267,9 @@ def try_narrow(model, cfg, world, autocast, wrapped, trial):
         torch.set_float32_matmul_precision(precision)
 
 
-def narrow(cfg, world):
+def narrow_copy(cfg, world):
     """(model, its settings): cfg's depth and heads, of 8 channels each, with random weights."""
-    T = min(cfg.block_size, PROOF * cfg.context_parallel)
+    T = min(cfg.block_size, CHECKED_TOKENS * cfg.context_parallel)
     widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
     shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
     with generators.kept(world.device):
@@ -295,23 +296,23 @@ def compare(model, cfg, world, autocast, is_narrow, eot):
         logits_most, loss_most = 0.01, 5e-6
     elif cfg.precision in ("fp32", "tf32"):
         logits_most, loss_most = 0.03, 1e-4
-    T = min(cfg.block_size, PROOF * cfg.context_parallel)
+    T = min(cfg.block_size, CHECKED_TOKENS * cfg.context_parallel)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
     if eot is not None:
         rows = torch.where(rows == eot, (rows + 1) % cfg.vocab_size, rows)
         if not hasattr(model, "documents"):  # whose rows are one document each while they are whole
-            rows[:, 2 :: PROOF // 2] = eot
+            rows[:, 2 :: CHECKED_TOKENS // 2] = eot
     rows = rows.to(world.device)
     idx, targets, ranks = rows[:, :-1], rows[:, 1:], model.context_ranks
     x, y, positions = own_tokens(cfg, world, idx, targets)
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        with alone(model):
+        with whole_rows(model):
             loss, count, _ = model(idx, targets)
             again, _, _ = model(idx, targets)
-            ranks.proving = True
+            ranks.checking = True
             expected = model.logits(idx)[:, positions]
-            ranks.proving = False
+            ranks.checking = False
         if not ranks.head_free:
             why = (
                 "attn.core depends on which heads it is given: give it a parameter "

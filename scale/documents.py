@@ -50,14 +50,16 @@ def apply(model, eot):
     model.register_forward_pre_hook(find)
 
 
-def prove(model, cfg, world, autocast):
+def check_edits(model, cfg, world, autocast):
     """Raises UserError if the loss of a document depends on the one before it in its row.
 
     Without this, an edit that mixes tokens outside attn.core would silently cross documents.
     """
     eot = model.documents.eot
     wrapped = functools.partial(apply, eot=eot)
-    if eot >= 0 and context_parallel.try_narrow(model, cfg, world, autocast, wrapped, crosses):
+    if eot >= 0 and context_parallel.try_on_narrow_copy(
+        model, cfg, world, autocast, wrapped, crosses
+    ):
         why = "model.py mixes tokens outside of attn.core, so that they cross documents"
         raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
 
@@ -65,7 +67,7 @@ def prove(model, cfg, world, autocast):
 @torch.no_grad()
 def crosses(model, cfg, world, autocast, is_narrow):
     """Whether ids before a document change its loss; False if the forward draws random numbers."""
-    T = min(cfg.block_size, 2 * context_parallel.PROOF)
+    T = min(cfg.block_size, 2 * context_parallel.CHECKED_TOKENS)
     draw = torch.Generator().manual_seed(cfg.seed)
     rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
     rows[1, T // 2 :] = rows[0, T // 2 :]
@@ -74,7 +76,7 @@ def crosses(model, cfg, world, autocast, is_narrow):
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[:, : T // 2] = -100
     with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
-        with context_parallel.alone(model, ["context_ranks"]):
+        with context_parallel.whole_rows(model, ["context_ranks"]):
             first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
     most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
     return bool(abs(other - first) > most * abs(first) and first == again)

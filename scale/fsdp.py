@@ -135,7 +135,7 @@ def room(cfg, world):
     share = torch.cuda.get_per_process_memory_fraction(world.device)
     limit = share * torch.cuda.mem_get_info(world.device)[1]
     aside = memory.MARGIN if cfg.micro_steps(world.size) == 1 else 0.05
-    return (1 - aside) * min(parallel.gather_objects(limit)) - memory.takes(cfg, world.size)
+    return (1 - aside) * min(parallel.gather_objects(limit)) - memory.total_bytes(cfg, world.size)
 
 
 def with_all_gradients(block, _, result):

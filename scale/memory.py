@@ -68,7 +68,7 @@ def estimate(cfg, ranks):
     return {part: int(size) for part, size in largest.items()}
 
 
-def takes(cfg, ranks):
+def total_bytes(cfg, ranks):
     """Total of the estimate, in bytes."""
     return sum(estimate(cfg, ranks).values())
 
@@ -258,7 +258,7 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
     """The largest batch_size, or `name`, whose estimate is within `budget` bytes; 0: none is."""
 
     def too_large(n):
-        return takes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
+        return total_bytes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
 
     return step * bisect.bisect_left(range(1, 2**20), True, key=too_large)
 
@@ -271,7 +271,7 @@ def longest_row(cfg, ranks, budget):
 
 def fits(cfg, ranks, free):
     """Whether the estimate and MARGIN are within `free` bytes."""
-    return (1 + MARGIN) * takes(cfg, ranks) <= free
+    return (1 + MARGIN) * total_bytes(cfg, ranks) <= free
 
 
 def choose_batch(cfg, ranks, free):
@@ -291,7 +291,7 @@ def choose_batch(cfg, ranks, free):
     if unknown := not_estimated(cfg):
         raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
     for choice in choices:
-        size = f"{takes(choice, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
+        size = f"{total_bytes(choice, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
         if fits(choice, ranks, free):
             return choice.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
     advice = "--parallel=fsdp on more GPUs or with --offload_states"
@@ -320,7 +320,7 @@ def choose_remat(cfg, ranks, free):
         chosen = dataclasses.replace(cfg, remat_every=cfg.n_layer / blocks)
         if fits(chosen, ranks, free):
             break
-    size = f"{takes(chosen, ranks) / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
+    size = f"{total_bytes(chosen, ranks) / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
     return chosen.remat_every, f"{blocks} of {cfg.n_layer} blocks: {size}"
 
 
@@ -346,7 +346,7 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
         return f"{words} are not estimated"
     if not_estimated(cfg) or parameters != counted:
         return f"{words}; activations are not estimated"
-    return f"{words}, about {takes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
+    return f"{words}, about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
 
 
 def not_estimated(cfg):
@@ -374,7 +374,7 @@ def advice(cfg, ranks, budget):
             "batch_size=auto counts neither an edit of model.py nor what other processes take later"
         )
         return f"out of memory: {why}; give a number below the one that it chose"
-    need = takes(cfg, ranks)
+    need = total_bytes(cfg, ranks)
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
     if need < 0.9 * budget and not not_estimated(cfg):
         why += " (is another process on it? see nvidia-smi)"

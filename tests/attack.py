@@ -184,7 +184,7 @@ def end(how, at, after=False):
         return call
 
     if how == "stop":
-        evaluate.validate = counted(evaluate.validate, signal.SIGTERM)
+        evaluate.score_rows = counted(evaluate.score_rows, signal.SIGTERM)
     else:
         for name in CHANGES:
             setattr(os, name, counted(getattr(os, name), signal.SIGKILL))

@@ -259,10 +259,10 @@ def test_parameter_counts_are_those_of_a_real_model(name):
 
 def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
     cfg = recipe("gpt2_124m")
-    usual, whole = memory.loss_bytes(cfg), memory.takes(cfg, 1)
+    usual, whole = memory.loss_bytes(cfg), memory.total_bytes(cfg, 1)
     monkeypatch.setattr(fast, "LOGITS_MIB", 10**6)
     assert memory.loss_bytes(cfg) - usual == 2 * cfg.rank_tokens * cfg.padded_vocab - 2**30
-    assert memory.takes(cfg, 1) > whole  # now the loss is the peak
+    assert memory.total_bytes(cfg, 1) > whole  # now the loss is the peak
 
 
 def test_the_estimate_counts_the_gradients_in_ddps_buckets():
@@ -271,9 +271,9 @@ def test_the_estimate_counts_the_gradients_in_ddps_buckets():
     one, two = (
         dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2)
     )
-    assert memory.takes(two, 2) - memory.takes(one, 2) == 4 * total
+    assert memory.total_bytes(two, 2) - memory.total_bytes(one, 2) == 4 * total
     graph = dataclasses.replace(two, cuda_graph=True)  # without DDP
-    assert memory.takes(graph, 2) == memory.takes(one, 2) == memory.takes(cfg, 1)
+    assert memory.total_bytes(graph, 2) == memory.total_bytes(one, 2) == memory.total_bytes(cfg, 1)
 
 
 def test_the_estimate_counts_muons_updates():
@@ -334,7 +334,7 @@ def test_memory_is_what_h200s_took(line):
     name, measured, *words = line.removesuffix(" ranks=4").split()
     cfg = recipe(name, *(f"--{word}" for word in words))
     ranks = 4 if line.endswith("ranks=4") else 1
-    assert memory.takes(cfg, ranks) / memory.GIB == pytest.approx(float(measured), rel=0.07)
+    assert memory.total_bytes(cfg, ranks) / memory.GIB == pytest.approx(float(measured), rel=0.07)
 
 
 def held_in_rank(words):
@@ -405,7 +405,7 @@ def three_steps_in_rank(words):
     found = [take_step(job, next_batch, own.lr)[0].item() for _ in range(3)]
     ranks = 2 if own.parallel == "ddp" else 1
     own = dataclasses.replace(own, batch_tokens=ranks * own.batch_tokens)
-    return found, torch.cuda.max_memory_allocated(), memory.takes(own, ranks)
+    return found, torch.cuda.max_memory_allocated(), memory.total_bytes(own, ranks)
 
 
 @pytest.mark.gpu
@@ -436,7 +436,7 @@ def test_memory_prints_the_hosts_memory(capsys):
 
 def test_memory_falls_as_it_must():
     cfg, budget = recipe("llama3_8b", "--remat=block"), 80 * memory.GIB
-    takes = lambda **changes: memory.takes(dataclasses.replace(cfg, **changes), 8)
+    takes = lambda **changes: memory.total_bytes(dataclasses.replace(cfg, **changes), 8)
     modes = [
         ("ddp", "none"),
         ("zero2", "none"),
@@ -484,7 +484,7 @@ def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ran
     cfg, chosen = recipe(name, "--batch_size=auto", *words), []
     rows = cfg.batch_tokens // cfg.block_size // (ranks // cfg.context_parallel)
     for free in (gib * memory.GIB for gib in (7.5, 11, 15, 23, 78, 138)):
-        takes = lambda n: 1.1 * memory.takes(dataclasses.replace(cfg, batch_size=n), ranks)
+        takes = lambda n: 1.1 * memory.total_bytes(dataclasses.replace(cfg, batch_size=n), ranks)
         larger = [n for n in range(1, rows + 1) if rows % n == 0]
         if takes(1) > free:
             with pytest.raises(
@@ -534,7 +534,9 @@ def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
         "--context_parallel=4",
     ]
     cfg = recipe("llama3_8b", *words, "--remat_every=auto")
-    takes = lambda again: 1.1 * memory.takes(dataclasses.replace(cfg, remat_every=32 / again), 4)
+    takes = lambda again: (
+        1.1 * memory.total_bytes(dataclasses.replace(cfg, remat_every=32 / again), 4)
+    )
     counts = []
     for free in (gib * memory.GIB for gib in (40, 60, 70, 78, 138, 200)):
         every, why = memory.choose_remat(cfg, 4, free)

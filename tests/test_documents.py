@@ -201,13 +201,13 @@ def test_off_is_the_plain_model(way):
     documents.apply(model, EOT)
     idx, targets = rows(), rows(seed=1)
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context_parallel.alone(model):
+    with context_parallel.whole_rows(model):
         assert torch.equal(
             model(idx[:, :9], targets[:, :9])[0], plain(idx[:, :9], targets[:, :9])[0]
         )
         assert torch.equal(model.logits(idx), plain.logits(idx))
     assert not torch.equal(model(idx, targets)[0], plain(idx, targets)[0])
-    with context_parallel.alone(plain):
+    with context_parallel.whole_rows(plain):
         plain(idx, targets)
     no_separator = idx.clamp(min=8)
     torch.testing.assert_close(model(no_separator, targets)[0], plain(no_separator, targets)[0])

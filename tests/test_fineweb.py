@@ -406,7 +406,7 @@ def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming
 
 @pytest.mark.gpt2
 def test_two_at_once_are_refused(tmp_path):
-    with writer.claim(tmp_path / "d"), pytest.raises(UserError, match="another fineweb.py"):
+    with writer.lock_folder(tmp_path / "d"), pytest.raises(UserError, match="another fineweb.py"):
         prepare(tmp_path / "d", JSON)
     prepare(tmp_path / "d", JSON)
 

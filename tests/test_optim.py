@@ -301,5 +301,7 @@ def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     assert memory.not_estimated(named) == [
         "optimizer=lion: its states are not known; try --optimizer=adamw"
     ]
-    assert memory.takes(named, 1) > 0 and "the states of lion, and" in memory.describe(named, 1)
+    assert memory.total_bytes(named, 1) > 0 and "the states of lion, and" in memory.describe(
+        named, 1
+    )
     assert optim.unknown(torch.optim.SGD(model.parameters())) == "SGD"
