@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -272,16 +271,23 @@ def matrices_of(name, weight, cfg):
     """
     if weight.dim() == 3:
         return [weight.size(1)] * weight.size(0)
-    rows, heads = weight.size(0), (cfg.n_head, cfg.kv_heads, cfg.kv_heads)
-    parts = [n * cfg.head_size for n in heads] if name.endswith("qkv.weight") else [rows // 2] * 2
-    if name.endswith(("qkv.weight", "gate_up.weight")) and sum(parts) == rows:
-        return parts
-    return [rows]
+    rows = weight.size(0)
+    parts = [rows]
+    if name.endswith("qkv.weight"):
+        parts = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    elif name.endswith("gate_up.weight"):
+        parts = [rows // 2] * 2
+    if sum(parts) != rows:  # of an edit
+        return [rows]
+    return parts
 
 
 @dataclass
 class Matrix:
-    """Rows of a weight, from `first` on; a stack is its matrices one below the other."""
+    """Rows of a weight, from `first` on; a stack is its matrices one below the other.
+
+    Where the weight is sharded, a rank holds some of these rows, perhaps none.
+    """
 
     weight: torch.nn.Parameter
     first: int
@@ -293,7 +299,7 @@ class Matrix:
 
     def rows_of_weight(self, rank=None):
         """(first, last) row that a rank of the weight's shards holds; None: this rank."""
-        each = math.prod(self.weight.shape[1:-1])
+        each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
         return tuple(row * each for row in rows_of(self.weight, rank))
 
     def held(self, rank=None):
@@ -302,7 +308,8 @@ class Matrix:
 
     def rows_in(self, tensor):
         """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
-        first, last = (self.first + row - self.rows_of_weight()[0] for row in self.held())
+        above = self.rows_of_weight()[0]  # rows of the weight that lower ranks hold
+        first, last = (self.first + row - above for row in self.held())
         return tensor.flatten(0, -2)[first:last]
 
 
@@ -320,56 +327,81 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups, parts, lr, warmup=0, compiled=False, momentum=0.95):
         super().__init__(groups, dict(lr=lr, weight_decay=0.0))
-        self.momentum, self.warmup, self.found_inf = momentum, warmup, None
+        self.momentum = momentum
+        self.warmup = warmup
+        self.found_inf = None
         weights = [p for group in self.param_groups for p in group["params"]]
-        for p in weights:
-            self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
         matrices = []
         for p in weights:
-            for i, rows in enumerate(parts[p]):
-                matrices.append(Matrix(p, sum(parts[p][:i]), rows))
-        # a batch has up to 2**27 numbers for each rank
-        size = lambda shape: ranks_of(weights[0])[1] * max(1, 2**27 // math.prod(shape))
-        self.batches = by_shape(matrices, lambda m: tuple(sorted(m.shape)), size)
-        compiled = compiled and weights[0].is_cuda
-        compiled = partial(torch.compile, dynamic=False) if compiled else lambda function: function
-        self.accumulate, self.descend = compiled(accumulate), compiled(descend)
+            self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
+            first = 0
+            for rows in parts[p]:
+                matrices.append(Matrix(p, first, rows))
+                first += rows
+        _, ranks, _ = ranks_of(weights[0])
+        self.batches = []  # of matrices of one shape up to transposition
+        for shape, same in by_shape(matrices, lambda m: tuple(sorted(m.shape))).items():
+            each = max(1, 2**27 // math.prod(shape))  # up to 2**27 numbers for each rank
+            self.batches += in_lists(same, ranks * each)
+        self.accumulate = accumulate
+        self.descend = descend
+        if compiled and weights[0].is_cuda:
+            self.accumulate = torch.compile(accumulate, dynamic=False)
+            self.descend = torch.compile(descend, dynamic=False)
 
     @torch.no_grad()
     def step(self):
-        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        weights = [p for group in groups for p in group]
+        """Momenta and updates, then orthogonal factors in place of updates, then the weights.
+
+        Each for all weights before the next, since a batch has matrices of many.
+        """
+        lists = [lists_of_one_shape(group["params"]) for group in self.param_groups]
+        weights = [p for of_group in lists for some in of_group for p in some]
         if not weights:
             return
-        # a list: for one tensor of no dimensions the host would wait
-        steps = [self.state[p]["step"] for p in weights]
-        skip = steps[0] * 0 if self.found_inf is None else self.found_inf
-        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
-        momentum = 0.85 + (self.momentum - 0.85) * (steps[0] / max(1, self.warmup)).clamp(max=1)
+        skip, momentum = self.count(weights)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
-        # a compiled graph of 96 weights took 51 s, graphs of four 11
-        lists = [by_shape(group, lambda p: local(p).shape, lambda _: 4) for group in groups]
         for some in sum(lists, []):
             moments = [local(self.state[p]["momentum"]) for p in some]
             grads = [local(p.grad) for p in some]
             self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
-        for batch in self.batches:
+        for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        for group, own in zip(self.param_groups, lists):
+        for group, of_group in zip(self.param_groups, lists):
             rates = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
-            for some in own:
+            for some in of_group:
                 self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
 
+    def count(self, weights):
+        """Counts a step that is not skipped; (1 if it is skipped, else 0; momentum) as tensors."""
+        # a list: for one tensor of no dimensions the host would wait
+        steps = [self.state[p]["step"] for p in weights]
+        skip = steps[0] * 0 if self.found_inf is None else self.found_inf
+        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
+        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
+        return skip, 0.85 + (self.momentum - 0.85) * warm
 
-def by_shape(items, shape, most):
-    """Lists of items that have one shape(item), of at most `most(shape)` items each."""
-    shapes = {}
+
+def by_shape(items, shape_of):
+    """{shape: the items that have it}."""
+    found = {}
     for item in items:
-        shapes.setdefault(shape(item), []).append(item)
+        found.setdefault(shape_of(item), []).append(item)
+    return found
+
+
+def in_lists(items, most):
+    """The items in lists of at most `most`."""
+    return [items[i : i + most] for i in range(0, len(items), most)]
+
+
+def lists_of_one_shape(weights):
+    """The weights that have gradients, in lists of one shape on this rank."""
     lists = []
-    for key, same in shapes.items():
-        lists += [same[i : i + most(key)] for i in range(0, len(same), most(key))]
+    with_gradients = [p for p in weights if p.grad is not None]
+    for same in by_shape(with_gradients, lambda p: local(p).shape).values():
+        lists += in_lists(same, 4)  # a compiled graph of 96 weights took 51 s, graphs of four 11
     return lists
 
 
@@ -382,33 +414,35 @@ def ranks_of(weight):
 
 
 def orthogonalize_updates(matrices, updates):
-    """Replaces the updates of matrices, of one shape up to transposition, by scaled factors."""
+    """Replaces the updates of matrices, of one shape up to transposition, by scaled factors.
+
+    All ranks call it with the same matrices and divide them. The owner of a matrix gets the rows
+    that others hold, orthogonalises all that it owns in one stack, and gives the factors back.
+    """
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
-    each = -(-len(matrices) // size)  # matrix i is for rank i // each
-    own = matrices[rank * each : (rank + 1) * each]
-    held = [m.rows_in(updates[m.weight]) for m in matrices]
+    each = math.ceil(len(matrices) / size)
+    owned = [matrices[r * each : (r + 1) * each] for r in range(size)]  # by each rank
+    held = [[m.rows_in(updates[m.weight]) for m in some] for some in owned]  # rows on this rank
     short, long = sorted(matrices[0].shape)
-    stack = held[0].new_zeros(each, short, long)
-    views = upright(stack, own)
-    here = [held[r * each : (r + 1) * each] for r in range(size)]  # by owner
-    sharded = isinstance(matrices[0].weight, DTensor)
-    if sharded:
-        # the parts of this rank's matrices, by the rank that holds them
-        there = [[view[slice(*m.held(r))] for m, view in zip(own, views)] for r in range(size)]
-        exchange(here, there, stack, group)
-    else:
-        copy(views, here[rank])
-    stack.copy_(orthogonalize(stack))
-    for tall in [view for view in views if view.size(0) > view.size(1)]:
-        tall *= (long / short) ** 0.5
-    if sharded:
-        return exchange(there, here, stack, group)
+    stack = held[0][0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
+    own = upright(stack, owned[rank])
+    if isinstance(matrices[0].weight, DTensor):
+        parts = []  # rows of what this rank owns, by the rank that holds them
+        for r in range(size):
+            parts.append([x[slice(*m.held(r))] for m, x in zip(owned[rank], own)])
+        exchange(held, parts, stack, group)
+        orthogonalize_stack(stack, own)
+        exchange(parts, held, stack, group)
+        return
+    copy(own, held[rank])  # every rank holds all rows
+    orthogonalize_stack(stack, own)
+    whole = stack
     if size > 1:
-        own, stack = stack, stack.new_empty(size * each, short, long)
-        all_gather_single(stack, own)
-    copy(held, upright(stack, matrices))
+        whole = stack.new_empty(size * each, short, long)
+        all_gather_single(whole, stack)
+    copy(sum(held, []), upright(whole, matrices))
 
 
 def upright(stack, matrices):
@@ -421,17 +455,40 @@ def copy(targets, sources):
         torch._foreach_copy_(targets, sources)
 
 
+def orthogonalize_stack(stack, upright):
+    """Replaces a stack by its orthogonal factors, those of tall matrices scaled.
+
+    upright: views of its entries in the shapes of their matrices.
+    """
+    stack.copy_(orthogonalize(stack))
+    for x in upright:
+        rows, columns = x.shape
+        if rows > columns:
+            x *= (rows / columns) ** 0.5
+
+
 def exchange(sources, targets, like, group):
     """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it.
 
     like: a tensor whose dtype and device are those of what is sent.
     """
-    sizes = [[sum(t.numel() for t in tensors) for tensors in side] for side in (sources, targets)]
-    sent = torch.cat([like.new_empty(0), *(t.flatten() for tensors in sources for t in tensors)])
-    received, into = like.new_empty(sum(sizes[1])), sum(targets, [])
-    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group)
-    parts = received.split([t.numel() for t in into])
-    copy(into, [part.view(t.shape) for t, part in zip(into, parts)])
+    # an empty tensor before them, since a rank may have nothing to send
+    sent = torch.cat([like.new_empty(0), *(t.flatten() for t in sum(sources, []))])
+    arriving = sum(targets, [])
+    received = like.new_empty(numbers_in(arriving))
+    dist.all_to_all_single(
+        received,
+        sent,
+        output_split_sizes=[numbers_in(tensors) for tensors in targets],
+        input_split_sizes=[numbers_in(tensors) for tensors in sources],
+        group=group,
+    )
+    parts = received.split([t.numel() for t in arriving])
+    copy(arriving, [part.view(t.shape) for t, part in zip(arriving, parts)])
+
+
+def numbers_in(tensors):
+    return sum(t.numel() for t in tensors)
 
 
 def orthogonalize(x):

@@ -1,7 +1,12 @@
 """Batches of rows from shards of tokens, in an order that the seed and a row's number alone decide.
 
-row of the run -> folder of the mixture -> epoch and row in it -> first token -> T + 1 tokens
--> (x, y)
+A thread makes a rank's batches ahead, each from B rows that follow one another in the run:
+
+row of the run -> folder whose turn it is, and row of that folder (TokenLoader._read)
+-> epoch and place in its order -> first token -> T + 1 tokens (Rows.read)
+-> x and y, in host memory (TokenLoader._batch)
+
+`next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
 import array
@@ -25,11 +30,14 @@ def prefetched(items, depth):
     """Yields `items`, which a thread makes at most `depth` ahead; raises its exceptions here."""
     items = iter(items)
     end = object()
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool = concurrent.futures.ThreadPoolExecutor(1)  # one thread makes them in their order
     try:
         made = collections.deque(pool.submit(next, items, end) for _ in range(depth))
-        while (item := made.popleft().result()) is not end:
-            made.append(pool.submit(next, items, end))
+        while True:
+            item = made.popleft().result()  # waits for it
+            if item is end:
+                return
+            made.append(pool.submit(next, items, end))  # while the caller works with the item
             yield item
     finally:
         pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
@@ -40,7 +48,7 @@ class Rows:
 
     Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
     that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
-    share: of the mixture.
+    share: how many rows of the mixture's period are this folder's.
     """
 
     def __init__(self, shards, share, T, shuffle_seed, align):
@@ -72,8 +80,9 @@ class Rows:
         if epoch != self.epoch:
             self.order = self.shuffle(epoch, self.shuffle_seed)
             self.epoch = epoch
-        start = int(self.starts[self.order[place]]) + epoch * self.shift % self.T
-        return self.shards.read(start, self.T + 1)
+        start = int(self.starts[self.order[place]])
+        shift = epoch * self.shift % self.T
+        return self.shards.read(start + shift, self.T + 1)
 
 
 def aligned_starts(documents, tokens, T):
@@ -163,7 +172,7 @@ class TokenLoader:
 
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
-        batch = next(self.prefetched)
+        batch = next(self.prefetched)  # made by _batches
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -173,22 +182,27 @@ class TokenLoader:
 
     def _start_at(self, row):
         self.rows = row  # returned on all ranks together; prefetched ones do not count
-        self.prefetched = prefetched(self._batches(row), 2)
+        self.prefetched = prefetched(self._batches(row), 2)  # the first `next` starts the thread
 
     def _batches(self, row):
-        """Yields this rank's batches from a row of the run on."""
+        """Yields this rank's batches from a row of the run on, in the thread."""
         # this thread starts on GPU 0, where pinning would allocate a context
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        for first in itertools.count(row + self.rank * self.B, self.world * self.B):
-            yield self._batch([self._read(i) for i in range(first, first + self.B)])
+        for first in itertools.count(row, self.world * self.B):
+            yield self._batch([self._read(own) for own in self._own_rows(first)])
+
+    def _own_rows(self, first):
+        """This rank's B of the world*B rows from `first` on."""
+        own = first + self.rank * self.B
+        return range(own, own + self.B)
 
     def _read(self, row):
         """As Rows.read, of a row of the run, from the folder whose turn it is."""
-        period, turn = divmod(row, len(self.turns))
+        periods, turn = divmod(row, len(self.turns))  # whole periods before it, place in its own
         folder, rows_before = self.turns[turn]
         rows = self.folders[folder]
-        return rows.read(period * rows.share + rows_before)
+        return rows.read(periods * rows.share + rows_before)
 
     def _batch(self, rows):
         """x and y as int32 (2, B, T), half of int64's bytes, in pinned memory for CUDA."""
@@ -223,13 +237,12 @@ class TokenLoader:
                 f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with "
                 "loss; raise --eval_tokens"
             )
-        for global_batch in range(0, rows, self.world * self.B):
-            first = global_batch + self.rank * self.B
-            starts = [row * self.T if row < rows else 0 for row in range(first, first + self.B)]
-            x, y = self._to_device(
-                self._batch([shards.read(start, self.T + 1) for start in starts])
-            )
-            y[max(0, rows - first) :] = -100
+        for first in range(0, rows, self.world * self.B):
+            own = self._own_rows(first)
+            starts = [row * self.T if row < rows else 0 for row in own]
+            batch = self._batch([shards.read(start, self.T + 1) for start in starts])
+            x, y = self._to_device(batch)
+            y[max(0, rows - own.start) :] = -100
             yield x, y
 
     def _has_loss(self, row):

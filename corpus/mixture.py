@@ -34,17 +34,20 @@ def folders(data_dir):
 
 
 def turns(shares):
-    """(folder, its rows before) for each of the first sum(shares) rows; then the order repeats.
+    """(folder, its rows before) for each row of a period of sum(shares) rows, which then repeats.
 
     Among the first n rows a folder has its share of n, rounded up or down, since of the folders
     that may come the most urgent one comes first (Liu and Layland, https://doi.org/10.1145/321738.321743).
     """
     period = sum(shares)
-    counts = [0] * len(shares)
+    rows_before = [0] * len(shares)
     order = []
     for row in range(period):
-        allowed = [k for k, share in enumerate(shares) if counts[k] * period < (row + 1) * share]
-        k = min(allowed, key=lambda k: -(-(counts[k] + 1) * period // shares[k]))
-        order.append((k, counts[k]))
-        counts[k] += 1
+        deadlines = {}  # by folder: the row before which its next one must come
+        for folder, share in enumerate(shares):
+            if rows_before[folder] * period < (row + 1) * share:  # else it is ahead of its share
+                deadlines[folder] = -(-(rows_before[folder] + 1) * period // share)
+        folder = min(deadlines, key=deadlines.get)
+        order.append((folder, rows_before[folder]))
+        rows_before[folder] += 1
     return order

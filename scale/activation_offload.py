@@ -10,7 +10,7 @@ from scale import memory
 
 
 class BlockActivations:
-    """The kept tensors of one block, which wait together."""
+    """The kept tensors of one block, which leave the device and come back together."""
 
     def __init__(self, previous):
         self.previous = previous  # a weak reference to those of the block before
@@ -29,15 +29,16 @@ class KeptTensor:
 class ActivationStore:
     """Keeps tensors from the forward to the backward; with `offload` in pinned host memory.
 
-    Copies have their own stream: a block's tensors go out during the next block's forward and come
-    back during the backward of the block after it, so that the device holds those of two. Host
-    buffers are used again.
+    Copies have their own stream, and another block's time. The tensors of block n go to the host
+    during the forward of block n + 1 and leave the device when block n + 2 begins. They come back
+    during the backward of block n + 1, in which `get` starts the copies. So the device holds those
+    of two blocks. Host buffers are used again.
     """
 
     def __init__(self, offload):
         self.offload = offload
         self.device = self.stream = None
-        self.current = BlockActivations(None)
+        self.current = BlockActivations(None)  # of the block whose forward runs
         self.leaving = collections.deque()  # activations of blocks that are still on the device
         self.buffers = collections.defaultdict(list)  # of the host, that are free, by layout
 
@@ -47,14 +48,8 @@ class ActivationStore:
         if self.offload:
             self.leaving.append(self.current)
         # two stay: this block, and the one before, whose copy to the host may be under way
-        while len(self.leaving) > 2:
-            activations = self.leaving.popleft()
-            # the tensors are freed below, for work that comes after their copies
-            if activations.ready is not None:
-                torch.cuda.current_stream().wait_event(activations.ready)
-            for kept in activations.members:
-                kept.tensor = None
-            activations.on_device = False
+        if len(self.leaving) > 2:
+            self.free_on_device(self.leaving.popleft())
 
     def keep(self, tensor):
         """Returns a KeptTensor, of which `get` returns the tensor again."""
@@ -71,17 +66,28 @@ class ActivationStore:
     def get(self, kept):
         """The tensor; the copies of the block before are started."""
         own = kept.activations
-        for activations in (own, own.previous()):
+        before = own.previous()
+        # own ones first: they are waited for below, those of the block before are not
+        for activations in (own, before):
             if activations is not None and not activations.on_device:
                 self.fetch(activations)
         if own in self.leaving:  # the last ones of a forward never left
             self.leaving.remove(own)
-        elif own.ready is not None:
-            torch.cuda.current_stream().wait_event(own.ready)
+        else:
+            self.wait_for_copies(own)
         return kept.tensor
 
+    def free_on_device(self, activations):
+        """Frees them for work that comes after their copies to the host."""
+        self.wait_for_copies(activations)
+        for kept in activations.members:
+            kept.tensor = None
+        activations.on_device = False
+
     def fetch(self, activations):
-        for kept in activations.members:  # memory of the usual stream
+        """Starts the copies back to the device."""
+        # before `copying`: its stream then waits for the usual one, which may still use this memory
+        for kept in activations.members:
             kept.tensor = torch.empty_like(kept.host, device=self.device)
         with self.copying(activations):
             for kept in activations.members:
@@ -89,6 +95,11 @@ class ActivationStore:
                 # free at once: a later copy into it waits in this stream
                 self.buffers[layout(kept.host)].append(kept.host)
         activations.on_device = True
+
+    def wait_for_copies(self, activations):
+        """The usual stream goes on after them; the host does not wait."""
+        if activations.ready is not None:
+            torch.cuda.current_stream().wait_event(activations.ready)
 
     @contextlib.contextmanager
     def copying(self, activations):

@@ -42,8 +42,9 @@ def shard(model, cfg, world, analysis=None):
     units = units_of_blocks(model.blocks, apart=not runs_once)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         units = [[model.wte], [model.head], *units]
-    # what keep_gathered takes first: nothing is computed beside the gathers of embedding and head
-    model.unit_sizes = [(modules[0], size_of(modules)) for modules in units]
+    # keep_gathered takes the first: nothing is computed beside the gathers of embedding and head;
+    # a unit is named by its first module
+    model.unit_bytes = [(modules[0], gathered_bytes(modules)) for modules in units]
     # parameters are freed after each use; zero2 does so after the last micro-step
     frees = cfg.parallel != "zero2"
     for modules in units:
@@ -80,15 +81,15 @@ def units_of_blocks(blocks, apart):
     """
     units = []
     for block in blocks:
-        if apart or not units or 2 * size_of([*units[-1], block]) > memory.UNIT_MIB * 2**20:
+        if apart or not units or gathered_bytes([*units[-1], block]) > memory.UNIT_MIB * 2**20:
             units.append([])
         units[-1].append(block)
     return units
 
 
-def size_of(modules):
-    """The number of their parameters."""
-    return sum(p.numel() for module in modules for p in module.parameters())
+def gathered_bytes(modules):
+    """Bytes of their parameters, gathered in 16 bits."""
+    return 2 * sum(p.numel() for module in modules for p in module.parameters())
 
 
 def gather_all(model, *_):
@@ -103,23 +104,27 @@ def gather_all(model, *_):
 def keep_gathered(model, cfg, world, parameters, optimizer):
     """Keeps units of fsdp and hsdp gathered during a step, as many as the GPU has room for.
 
-    zero2 keeps all. parameters: of the model; optimizer: the name of one whose states are not
+    Such a unit is gathered in a step's first forward and freed in its last backward (see
+    parallel.sync_gradients). Gathers are collective: all ranks choose the same units, the first
+    ones. zero2 keeps all. parameters: of the model; optimizer: the name of one whose states are not
     known, or None. Returns rows of the start-up summary.
     """
+    if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2":
+        return []
     edited = parameters != memory.parameter_counts(cfg)[0]
-    if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2" or edited or optimizer:
+    if edited or optimizer:  # the estimate of `room` does not hold
         return []
     free = room(cfg, world)
     if free <= 0:
         return []
     gathered = 0
-    for unit, size in model.unit_sizes:
-        if gathered + 2 * size > free:
+    for unit, size in model.unit_bytes:
+        if gathered + size > free:
             break
-        gathered += 2 * size
+        gathered += size
         unit.set_reshard_after_forward(False, recurse=False)
         model.kept.append(unit)
-    few = f"{len(model.kept)} of {len(model.unit_sizes)} units stay gathered during a step"
+    few = f"{len(model.kept)} of {len(model.unit_bytes)} units stay gathered during a step"
     return [("gathered", f"{few}, {gathered / memory.GIB:.1f} GiB")]
 
 
