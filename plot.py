@@ -234,9 +234,13 @@ def fit(axes, shown):
 
 
 def label_ends(axes, runs, x, y):
-    """Right of the panel each run's last loss and name, in its colour, with a line to its end."""
+    """Right of the panel each run's last loss and name, in its colour.
+
+    A line leads to its end, unless it would cross much of the panel.
+    """
     ends = [run.end(y) for run in runs]
     low, high = axes.get_ylim()
+    left, right = axes.get_xlim()
     heights = np.clip([(loss - low) / (high - low) for _, loss in ends], 0, 1)
     # in points; a panel is some 220 high
     size = min(matplotlib.rcParams["font.size"] + 1, 200 / len(runs))
@@ -250,9 +254,12 @@ def label_ends(axes, runs, x, y):
         line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
         # the line begins at the text's left edge; shrink: points left free at its ends
         line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
+        end = run.place(step, x)
+        if end < (left + right) / 2:
+            line = None
         axes.annotate(
             f"{words}  {run.name[-40:]}",
-            xy=(run.place(step, x), low + height * (high - low)),
+            xy=(end, low + height * (high - low)),
             xytext=(1.03, place),
             textcoords="axes fraction",
             color=run.color,
