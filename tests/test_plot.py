@@ -156,6 +156,15 @@ def test_the_end_of_several_runs_is_larger_and_a_run_that_diverges_leaves_it(tmp
     assert len(alone.axes) == 1 and alone.get_facecolor() == matplotlib.colors.to_rgba("#0d1117")
 
 
+def test_a_line_leads_to_an_end_that_is_near_alone(tmp_path):
+    long = write(tmp_path / "long", training(range(1, 101)))
+    late = write(tmp_path / "late", training(range(1, 61), loss=3.0))
+    early = write(tmp_path / "early", training(range(1, 31), loss=4.0))
+    figure = plot.draw(logs.load([long, late, early]), "steps", "loss", panels=False)
+    led = [text.arrow_patch is not None for text in figure.axes[0].texts]
+    assert led == [True, True, False]
+
+
 def test_labels_stand_apart_near_their_places():
     assert plot.spread(np.array([0.5, 0.1, 0.52]), 0.1) == pytest.approx([0.46, 0.1, 0.56])
     found = plot.spread(np.full(4, 0.3), 0.2)
