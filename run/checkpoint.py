@@ -83,50 +83,54 @@ class Saver:
     def save(self, state, **facts):
         """Starts the save of a train.State when the one before is done.
 
-        It waits for the end of the save unless that runs in the background.
+        It waits for the end of the save unless that runs in the background. All ranks exchange what
+        they hold, in this order: what cannot be saved ends them all before a file is begun.
 
         facts: what else state.json says of the run, such as its settings.
         """
         model = state.model
         parallel.free_gathered(model)
         self.refuse_not_finite(state.step, "weights", model.parameters())
-        of_ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
-        tensors = {"model": dict(model.named_parameters()), "rng": {}, "own_of_ranks": {}}
-        for rank, found in enumerate(of_ranks):
-            tensors["rng"] |= {f"{rank}.{kind}": tensor for kind, tensor in found.items()}
+        tensors = {"model": dict(model.named_parameters())}
+        tensors["rng"] = tensors_of_ranks(model, self.world.device)
+        tensors["own_of_ranks"] = {}
         buffers = persistent_buffers(model)
-        values = {}
-        for group, pack in {
+        packs = {
             "optimizer": partial(states.pack_optimizer, state.optimizer),
             "buffers": partial(states.pack_own, buffers),
             "own": partial(states.pack_own, state.own),
-        }.items():
-            packer = states.Packer(model)
-            packed = everywhere(partial(pack, packer))
-            values[group], tensors[group], alone = states.shared_and_own(packed, packer, model)
-            tensors["own_of_ranks"] |= {
-                f"{self.world.rank}.{group}.{name}": t for name, t in alone.items()
-            }
-            checked = packer.checked
-            if group == "buffers":  # a mask may hold -inf
-                checked = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in checked]
-            self.refuse_not_finite(state.step, GROUPS[group], checked)
+        }
+        values = {}
+        for group, pack in packs.items():
+            values[group] = self.pack_group(group, pack, state, tensors)
         tensors["buffers"] = buffers  # rank 0's, which sample.py reads
-        positions = parallel.gather_objects(state.loader.state_dict())
-        for rank, position in enumerate(positions):
-            if position != positions[0]:
-                places = f"that of rank {rank} is {position}, rank 0's {positions[0]}"
-                raise CheckpointError(f"the loader's state must be the same on all ranks: {places}")
+        position = position_of_ranks(state.loader)
         numbers = {
             "world_size": self.world.size,
             "tokens": state.tokens,
             "seconds": state.seconds,
             "scaler": state.scaler.state_dict(),
-            "loader": positions[0],
+            "loader": position,
             "val_loss": state.score if state.evaluated == state.step else None,
             "values": values,
         }
         self.write(state.step, tensors, numbers | facts)
+
+    def pack_group(self, group, pack, state, tensors):
+        """Adds the tensors of a group to `tensors` of `write`; returns its JSON for values.json.
+
+        pack: makes JSON of the group with a states.Packer.
+        """
+        packer = states.Packer(state.model)
+        packed = everywhere(partial(pack, packer))
+        saved, tensors[group], alone = states.shared_and_own(packed, packer, state.model)
+        for name, tensor in alone.items():
+            tensors["own_of_ranks"][f"{self.world.rank}.{group}.{name}"] = tensor
+        checked = packer.checked
+        if group == "buffers":  # a mask may hold -inf
+            checked = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in checked]
+        self.refuse_not_finite(state.step, GROUPS[group], checked)
+        return saved
 
     def refuse_not_finite(self, step, what, tensors):
         if not parallel.all_finite(tensors, self.world.device):
@@ -145,21 +149,22 @@ class Saver:
         self.aside = hidden(self.final)
         self.need = 0  # bytes
         for group in tensors.values():
-            self.need += sum(
-                tensor.shape.numel() * tensor.dtype.itemsize for tensor in group.values()
-            )
-
-        def begin():
-            if self.world.main:
-                begin_folder(self.aside, {"step": step, **state})
-            found = {}
-            for group, of_group in tensors.items():
-                found |= self.own_file(group, of_group)
-            return found
-
-        self.pending = self.thread.submit(write_files, self.aside, self.or_removed(begin))
+            for tensor in group.values():
+                self.need += tensor.shape.numel() * tensor.dtype.itemsize
+        # no rank goes on before all have begun: rank 0's folder is then there
+        contents = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
+        self.pending = self.thread.submit(write_files, self.aside, contents)
         if not self.background:
             self.wait()
+
+    def begin(self, tensors, state):
+        """Makes the folder, on rank 0; returns what this rank's write_files is to write there."""
+        if self.world.main:
+            begin_folder(self.aside, state)
+        contents = {}
+        for group, of_group in tensors.items():
+            contents |= self.own_file(group, of_group)
+        return contents
 
     @torch.no_grad()
     def own_file(self, group, tensors):
@@ -206,7 +211,9 @@ class Saver:
         """On rank 0: puts a complete folder in place, with its manifest, and prunes older ones."""
         if not self.world.main:
             return
-        manifest = {name: digest for written in of_ranks for name, digest in written.items()}
+        manifest = {}
+        for written in of_ranks:
+            manifest |= written
         manifest |= {
             p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest
         }
@@ -249,6 +256,17 @@ def everywhere(action, kind=UserError):
         if failed:
             raise CheckpointError(f"rank {rank}: {failed}" if rank else failed)
     return result
+
+
+def position_of_ranks(loader):
+    """A loader's state_dict(). Raises CheckpointError unless all ranks have the same."""
+    positions = parallel.gather_objects(loader.state_dict())
+    first = positions[0]
+    for rank, position in enumerate(positions):
+        if position != first:
+            places = f"that of rank {rank} is {position}, rank 0's {first}"
+            raise CheckpointError(f"the loader's state must be the same on all ranks: {places}")
+    return first
 
 
 def begin_folder(aside, state):
@@ -329,6 +347,14 @@ def rank_tensors(model, device):
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat([amax.flatten() for amax in amaxes]).cpu()
     return state
+
+
+def tensors_of_ranks(model, device):
+    """{"<rank>.<kind>": tensor} of the rank_tensors of all ranks."""
+    found = {}
+    for rank, own in enumerate(parallel.gather_objects(rank_tensors(model, device))):
+        found |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
+    return found
 
 
 def load_rank_tensors(tensors, model, rank, device):

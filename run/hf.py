@@ -5,7 +5,6 @@ too, so that q and k need no permutation. train.py reads the shape of --init_fro
 imports torch: functions that need torch import it.
 """
 
-import functools
 import json
 import shutil
 from dataclasses import dataclass, fields, replace
@@ -164,6 +163,7 @@ class Part:
     ours: str
     first: int
     last: int
+    shape: list  # theirs
     transposed: bool = False  # as GPT-2's matrices
     normed: bool = False  # with embed_norm folded in
 
@@ -409,10 +409,13 @@ def hf_parts(model, may_have_more=False):
             sizes = stacked.get(leaf, sizes * 2)
         for name, rows in zip(theirs, sizes):
             last = first + rows
-            parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, transposed, normed)
+            shape = [rows, *weight.shape[1:]]
+            if transposed:
+                shape.reverse()
+            parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, shape, transposed, normed)
             ends[f"{ours}.weight"] = last
             if has_bias:
-                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last)
+                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last, [rows])
                 ends[f"{ours}.bias"] = last
             if leaf in stacked:  # not relu2's one matrix, which is both gate and up
                 first = last
@@ -480,10 +483,7 @@ def open_hf(name):
 
     The tensors have no padding rows.
     """
-    import torch
-
     from model import on_meta
-    from run.reshard import SavedTensor
 
     folder = fetch(name)
     cfg = read_config(folder)
@@ -491,43 +491,59 @@ def open_hf(name):
     if all((folder / name).exists() for name in ("model.safetensors", INDEX)):
         warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
     theirs = open_tensors(folder, family)
-    wte, head = (f"{family.outer[ours]}.weight" for ours in ("wte", "head"))
-    # the head is the embedding, of which there may be no other copy
-    if cfg.tie_embeddings and head in theirs:
+    if cfg.tie_embeddings:
+        drop_head(theirs, family)
+    parts = hf_parts(on_meta(cfg), may_have_more=True)
+    wrong = misfits(parts, theirs)
+    if wrong:
+        words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
+        raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
+    return stacked_tensors(parts, theirs), cfg, cfg.tokenizer
+
+
+def drop_head(theirs, family):
+    """Of a tied model, keeps the embedding alone, of which the head may be the only copy."""
+    wte = f"{family.outer['wte']}.weight"
+    head = f"{family.outer['head']}.weight"
+    if head in theirs:
         theirs.setdefault(wte, theirs[head])
-        if theirs[wte].get_shape() == theirs[head].get_shape():
+        if theirs[wte].get_shape() == theirs[head].get_shape():  # else it is a misfit
             del theirs[head]
-    model = on_meta(cfg)
-    own = dict(model.named_parameters())
-    parts = hf_parts(model, may_have_more=True)
+
+
+def misfits(parts, theirs):
+    """In words, how the slices {Hugging Face name: slice} are not those that the parts ask for."""
     wrong = []
-    found = {}  # {our name: [(Part, slice)]}
     for key in sorted(parts.keys() | theirs.keys()):
         if key not in theirs:
             wrong.append(f"{key} missing")
         elif key not in parts:
             wrong.append(f"{key} not expected")
         else:
-            part, rows = parts[key], theirs[key]
-            found.setdefault(part.ours, []).append((part, rows))
-            shape = [part.last - part.first, *own[part.ours].shape[1:]]
-            if part.transposed:
-                shape.reverse()
-            if rows.get_shape() != shape:
-                wrong.append(f"{key} is {rows.get_shape()}, expected {shape}")
-            if rows.get_dtype() not in DTYPES:
-                wrong.append(f"{key} is {rows.get_dtype()}, expected {' or '.join(DTYPES)}")
-    if wrong:
-        words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
-        raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    stored = {}
-    for ours, pairs in found.items():
-        dtypes = [getattr(torch, DTYPES[rows.get_dtype()]) for _, rows in pairs]
-        # the widest of the parts: q and v may be float32 beside a narrower k
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        slices = [(part.first, Rows(rows, dtype, part.transposed)) for part, rows in pairs]
-        stored[ours] = SavedTensor(ours, slices)
-    return stored, cfg, cfg.tokenizer
+            shape = theirs[key].get_shape()
+            dtype = theirs[key].get_dtype()
+            if shape != parts[key].shape:
+                wrong.append(f"{key} is {shape}, expected {parts[key].shape}")
+            if dtype not in DTYPES:
+                wrong.append(f"{key} is {dtype}, expected {' or '.join(DTYPES)}")
+    return wrong
+
+
+def stacked_tensors(parts, theirs):
+    """{our name: SavedTensor}, each of the slices {Hugging Face name: slice} that it stacks."""
+    import torch
+
+    from run.reshard import SavedTensor
+
+    dtypes = {}  # the widest of the slices: q and v may be float32 beside a narrower k
+    for key, part in parts.items():
+        dtype = getattr(torch, DTYPES[theirs[key].get_dtype()])
+        dtypes[part.ours] = torch.promote_types(dtype, dtypes.get(part.ours, dtype))
+    slices = {}  # {our name: [(first row, Rows)]}
+    for key, part in parts.items():
+        rows = Rows(theirs[key], dtypes[part.ours], part.transposed)
+        slices.setdefault(part.ours, []).append((part.first, rows))
+    return {ours: SavedTensor(ours, found) for ours, found in slices.items()}
 
 
 def save_hf(
@@ -585,8 +601,7 @@ def _write_shards(folder, parts, tensors, dtype, max_size, eps):
 
     sizes = {}
     for name, part in parts.items():
-        shape = part.last - part.first, *tensors[part.ours].shape[1:]
-        sizes[name] = torch.empty(shape, dtype=dtype, device="meta")
+        sizes[name] = torch.empty(part.shape, dtype=dtype, device="meta")
     plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
     for file, names in plan.filename_to_tensors.items():
         with by_umask(folder / file):

@@ -10,6 +10,7 @@ import statistics
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,6 +32,17 @@ SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many step
 
 class NotFinite(UserError):
     exit_code = 5
+
+
+@dataclass
+class Launched:
+    """A step that was launched. The device may still compute it, so `means.get` waits."""
+
+    step: int
+    tokens: int  # read by all ranks up to its end
+    lr: float
+    began: parallel.Moment  # before it
+    means: object  # figures.Means
 
 
 def device_name(device):
@@ -66,7 +78,7 @@ class Logger:
         self.analysis = None  # a flops.ModelAnalysis, for the MFU
         self.warned = set()  # of what a run is warned once
         # a step is read late, on CUDA when the next one is queued, so that the device has work
-        self.unread = collections.deque()  # arguments of _read
+        self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
         self.own = []  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
@@ -256,15 +268,18 @@ class Logger:
         return max(0, self.last_step - step) * self.average
 
     def step(self, state, lr, means, began):
-        """Takes a step that was launched -> the ranks' means of `own` at the step read last.
+        """Takes a step that was launched, and reads all but the newest `late` of those launched.
 
-        See Figures. state: a train.State after the step; means: its figures.Means; began: a
-        parallel.Moment before it.
+        Returns the ranks' means of `own` (see Figures) at the step read last: this one, or on CUDA
+        the one before, since the device still computes this one.
+
+        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment
+        before it.
         """
         if state.step == LIFELESS:
             self._warn_of_zeros(state)
-        self.unread.append((state.step, state.tokens, lr, began, means))
-        self._read_until(self.late)
+        self.unread.append(Launched(state.step, state.tokens, lr, began, means))
+        self._read_all_but(self.late)
         return self.own
 
     def catch_up(self):
@@ -272,21 +287,28 @@ class Logger:
 
         The time until the next one begins is then no step's.
         """
-        self._read_until(0)
+        self._read_all_but(0)
         self.mark = None
 
-    def _read_until(self, late):
+    def _read_all_but(self, late):
         while len(self.unread) > late:
-            self._read(*self.unread.popleft())
+            self._read(self.unread.popleft())
 
-    def _read(self, step, tokens, lr, began, means):
-        loss, norm, extras, self.own = means.get()
-        self.late = int(self.world.device.type == "cuda" and self.own[-1] < LONG)
-        self._time(means.moment.since(self.mark or began))
-        self.mark = means.moment
+    def _read(self, launched):
+        """Waits for a step's end; logs its figures, and only then looks at what is wrong in them.
+
+        So the log has the line of a step that ends the run.
+        """
+        step = launched.step
+        loss, norm, extras, self.own = launched.means.get()
+        mean_seconds = self.own[-1]  # of a step before; the ranks' mean, so that all do the same
+        self.late = 0
+        if self.world.device.type == "cuda" and mean_seconds < LONG:
+            self.late = 1
+        self._time(launched)
         if step in self.with_step:
             self.with_step.pop(step)()
-        self._log_line(step, lr, loss, norm, extras, tokens)
+        self._log_line(launched, loss, norm, extras)
         self._warn_of_days(step)
         if not math.isfinite(loss):
             self._skip_or_refuse(step, "loss", loss)
@@ -297,8 +319,11 @@ class Logger:
         if math.isfinite(loss):
             self._look_for_spike(step, loss)
 
-    def _time(self, seconds):
-        """Takes the time of the next step."""
+    def _time(self, launched):
+        """Takes the time of a step: since the end of the one before, or since its own beginning."""
+        end = launched.means.moment
+        seconds = end.since(self.mark or launched.began)
+        self.mark = end
         first = self.seconds == 0
         self.seconds = seconds
         if not first:
@@ -309,32 +334,44 @@ class Logger:
             self.steps_timed += 1
             self.seconds_timed += seconds
 
-    def _log_line(self, step, lr, loss, norm, extras, tokens):
+    def _log_line(self, launched, loss, norm, extras):
         """A step's line of log.jsonl, and at an interval of the console."""
-        seconds, left, device = self.seconds, self.left(step), self.world.device
-        rate = (tokens - self.tokens) / seconds
-        self.tokens = tokens
+        step = launched.step
+        seconds = self.seconds
+        left = self.left(step)
+        device = self.world.device
+        rate = (launched.tokens - self.tokens) / seconds
+        self.tokens = launched.tokens
         mfu = self.analysis.mfu(rate, self.world.size)
         gib = None
         if device.type == "cuda":
             gib = torch.cuda.max_memory_allocated(device) / 2**30
         values = dict(
-            loss=loss, lr=lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate, mfu=mfu, gib=gib
+            loss=loss,
+            lr=launched.lr,
+            norm=norm,
+            dt_ms=seconds * 1e3,
+            tok_per_s=rate,
+            mfu=mfu,
+            gib=gib,
         )
         if extras:
             values["extras"] = extras
-        self.record("train", step, tokens=tokens, **values)
+        self.record("train", step, tokens=launched.tokens, **values)
         first = self.average is None
         if step % self.cfg.log_interval and left != 0 and not first:
             return
-        parts = {"step": f"step {step:>5}"}
+        place = f"{step:>5}"
         if self.last_step:
-            parts["step"] = f"step {step:>{len(str(self.last_step))}}/{self.last_step}"
-        parts["loss"] = f"loss {loss:8.4f}"
-        parts["lr"] = f"lr {lr:.2e}"
-        parts["norm"] = f"norm {norm:6.3f}"
-        parts["dt_ms"] = f"{seconds * 1e3:8,.1f} ms"
-        parts["tok_per_s"] = f"{rate:>9,.0f} tok/s"
+            place = f"{step:>{len(str(self.last_step))}}/{self.last_step}"
+        parts = {
+            "step": f"step {place}",
+            "loss": f"loss {loss:8.4f}",
+            "lr": f"lr {launched.lr:.2e}",
+            "norm": f"norm {norm:6.3f}",
+            "dt_ms": f"{seconds * 1e3:8,.1f} ms",
+            "tok_per_s": f"{rate:>9,.0f} tok/s",
+        }
         if mfu is not None:
             parts["mfu"] = f"mfu {mfu:5.1%}"
         if gib is not None:

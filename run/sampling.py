@@ -8,6 +8,7 @@ one CUDA graph a token. Between two steps the model is as it was.
 import contextlib
 import functools
 import itertools
+import math
 import time
 from collections import Counter
 
@@ -143,7 +144,7 @@ def steps(
         ids = cached.ids[:, :total]
         known = ids.size(1)
         generator = cached.generator
-    width = min(limit, -(-total // 64) * 64)
+    width = min(limit, math.ceil(total / 64) * 64)
     buffer = F.pad(ids, (0, max(total, width) - ids.size(1)))
     for end in range(known, total):
         begin = max(0, end - width)
@@ -258,26 +259,41 @@ class KVCache:
         If ids is on a GPU, they come on the host. lengths: of the rows, see `steps` of this file;
         None: all are as long as `known`.
         """
-        last = known - 1
+        last = known - 1  # the token that the first step reads, to draw the one behind it
         if lengths is not self.lengths:
             self.lengths = lengths
-            self.graph = None
-        alike = (self.ids[:, : last + 1] == ids[:, : last + 1]).all(0).cumprod(0).sum()
-        first = min(self.length, last, int(alike))
-        # a multiple of 32 tokens behind `first`, so that there are few shapes
-        stop = min(last + (first - last) % 32, self.model.cfg.block_size)
-        self.make_room(max(stop, end - 1))
-        self.length = first
+            self.graph = None  # it was captured with those before
+        # of the text before, what this one begins with stays; so compare first, then overwrite
+        self.length = self.tokens_alike(ids[:, :last])
         self.ids[:, : ids.size(1)] = ids
-        if first < last:  # what is too much is overwritten
-            self.forward(self.ids[:, first:stop], self.places[first:stop])
-        self.length = last
+        self.make_room(end - 1)
+        self.prefill(last)
         self.position.fill_(last)
         self.generator.manual_seed(seed)
-        drawn = (self.step() for _ in range(last + 1, end))
+        drawn = (self.step() for _ in range(known, end))
         if ids.is_cuda:
             drawn = on_host(drawn)
         yield from drawn
+
+    def tokens_alike(self, ids):
+        """How many first tokens of ids (B, T) have their keys and values here."""
+        T = min(self.length, ids.size(1))
+        same = (self.ids[:, :T] == ids[:, :T]).all(0)  # (T,)
+        return int(same.cumprod(0).sum())
+
+    def prefill(self, end):
+        """Computes the keys and values that the tokens before `end` lack.
+
+        It takes a multiple of 32 tokens, so that there are few shapes. What is too much, the steps
+        overwrite before they read it.
+        """
+        begin = self.length
+        width = math.ceil((end - begin) / 32) * 32
+        stop = min(begin + width, self.model.cfg.block_size)
+        self.make_room(stop)
+        if begin < end:
+            self.forward(self.ids[:, begin:stop], self.places[begin:stop])
+        self.length = end
 
     def make_room(self, tokens):
         """Makes room for so many tokens, or up to twice as many.

@@ -36,7 +36,7 @@ def take(log, step, seconds, loss=3.0, norm=1.0, **extras):
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
     means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
-    log._read(step, 1000 * step, 1e-3, began, means)
+    log._read(logger.Launched(step, 1000 * step, 1e-3, began, means))
 
 
 def lines(tmp_path):

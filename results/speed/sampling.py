@@ -102,7 +102,8 @@ def measure(name, shape):
 @torch.no_grad()
 def print_kernels(model):
     """The GPU's time in one step at batch 1 after 500 tokens, launched one by one."""
-    steps = make_cache(model, False, temperature=0.8, top_k=50).steps(begin(1, 500), 1000, seed=0)
+    cache = make_cache(model, False, temperature=0.8, top_k=50)
+    steps = cache.steps(begin(1, 500), known=500, end=1000, seed=0)
     next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         next(steps)
