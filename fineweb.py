@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import configure, run, too_small, without_effect
-from corpus import DataError, told
+from corpus import DataError, as_user_error
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from settings import Config as RunConfig
 from system.errors import UserError, refuse
@@ -277,7 +277,9 @@ class Source:
         Bad documents that are left out are None. tell() gets warnings.
         """
         cfg = self.cfg
-        with told(f"dataset={cfg.dataset} cannot be read", DataError, again=self.files is None):
+        with as_user_error(
+            f"dataset={cfg.dataset} cannot be read", DataError, again=self.files is None
+        ):
             if alone(self.files):
                 yield self._parts(tell)[first:]
                 return

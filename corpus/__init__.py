@@ -19,7 +19,7 @@ class DataError(UserError):
 
 
 @contextlib.contextmanager
-def told(what, kind=UserError, advice="", again=False):
+def as_user_error(what, kind=UserError, advice="", again=False):
     """Turns what a library raises, a Rust panic too, into `kind`: "<what>: <error><advice>".
 
     again: advise to run the same command again,

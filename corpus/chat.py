@@ -12,7 +12,7 @@ import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
-from corpus import DataError, told
+from corpus import DataError, as_user_error
 from corpus.tokenizer import (
     HuggingFace,
     read_beside,
@@ -125,7 +125,7 @@ class Template:
             )
         values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
         # a template computes, so that any error can come of it
-        with told(f"{self.folder}: its chat template fails"):
+        with as_user_error(f"{self.folder}: its chat template fails"):
             if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             text = without_surrogates(self.compiled.render(self.special | values))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import DataError, mixture, told
+from corpus import DataError, as_user_error, mixture
 from corpus.tokenizer import built_in, fits
 from system import files
 
@@ -103,7 +103,7 @@ def read_header(path):
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's train.bin or val.bin, as a read-only memory map."""
-    with told(
+    with as_user_error(
         f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"
     ):
         if path.suffix != ".npy":
@@ -186,7 +186,7 @@ def fingerprint(folders, split):
                 lines += [shard["sha256"], shard.get("mask_sha256", "")]
         masks = [mask_path(path) for path in paths if mask_path(path).is_file()]
         with (
-            told(f"{folder} cannot be read", DataError),
+            as_user_error(f"{folder} cannot be read", DataError),
             concurrent.futures.ThreadPoolExecutor(8) as pool,
         ):
             lines += pool.map(sampled_digest, [*paths, *masks])

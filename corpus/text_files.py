@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 
-from corpus import DataError, told
+from corpus import DataError, as_user_error
 from system.errors import UserError
 from system.files import digest
 
@@ -123,7 +123,7 @@ def readable(path):
 
 def contents(files):
     """SHA-256 of all files' contents, which tells one edited in place; takes a second for a GB."""
-    with told("dataset cannot be read", DataError):
+    with as_user_error("dataset cannot be read", DataError):
         return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
 
 
@@ -223,7 +223,7 @@ def records(path, keys):
     import pyarrow.parquet
 
     suffix, _ = kind(path)
-    with told(f"{path} cannot be read", DataError), opened(path) as file:
+    with as_user_error(f"{path} cannot be read", DataError), opened(path) as file:
         if suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
             known = set(keys) <= set(table.schema_arrow.names)

@@ -14,7 +14,7 @@ import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from corpus import VOCABULARIES, told
+from corpus import VOCABULARIES, as_user_error
 from system.errors import UserError, warn
 from system.files import read_json, write_atomic
 
@@ -70,7 +70,7 @@ class Tokenizer:
 
         A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
         """
-        with told(f"tokenizer={self.name} fails"):
+        with as_user_error(f"tokenizer={self.name} fails"):
             try:
                 rows = self.encoder(texts)
             # gigatoken and tokenizers raise TypeError for a surrogate
@@ -88,7 +88,7 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        with told(f"tokenizer={self.name} fails"):
+        with as_user_error(f"tokenizer={self.name} fails"):
             return self._decode([int(i) for i in ids])
 
     def token_bytes(self):
@@ -140,7 +140,7 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
 
     def __init__(self, name, data, folder=None):
-        with told(f"tokenizer={name} is not a tokenizer.json"):
+        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
             self.text = data.decode()
             self.inner = Inner.from_str(self.text)
         dropout = getattr(self.inner.model, "dropout", None)
@@ -150,11 +150,11 @@ class HuggingFace(Tokenizer):
                 "every run"
             )
             self.inner.model.dropout = None
-        with told(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
+        with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
             more = add_tokens(self.inner, folder)
         if more or dropout:
             self.text = self.inner.to_str()
-        with told(f"tokenizer={name} is not a tokenizer.json"):
+        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
             self.inner.no_truncation()
             self.inner.no_padding()
             self.inner.encode_special_tokens = True  # as ordinary characters
@@ -195,7 +195,7 @@ class HuggingFace(Tokenizer):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
         try:
-            with told(f"tokenizer={self.name} fails"):
+            with as_user_error(f"tokenizer={self.name} fails"):
                 return self.inner.encode(text, add_special_tokens=False)
         finally:
             self.inner.encode_special_tokens = True
@@ -246,7 +246,7 @@ def gigatoken_encoder(text, encode):
     }
     probe = [PROBE + "".join(f"x{token['content']}" for token in added)]
     try:
-        with told("gigatoken"):
+        with as_user_error("gigatoken"):
             import gigatoken
 
             fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
@@ -269,7 +269,7 @@ def load(name, vocab_size=None):
         tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
         tokenizer.known = range(256)  # the separator has no text
     elif built_in(name):
-        with told(
+        with as_user_error(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
             "cache, or give a tokenizer.json"
         ):
@@ -334,7 +334,7 @@ def llama3(name, data):
         reserved[4],
     ]
     names += ["eot_id", *reserved[5:]]
-    with told(
+    with as_user_error(
         f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece "
         "model?); give its tokenizer.json instead"
     ):
@@ -357,7 +357,7 @@ def is_one(path, changed):
     changed: when it was written, for the cache.
     """
     try:
-        with told(f"{path} is no tokenizer"):
+        with as_user_error(f"{path} is no tokenizer"):
             data = path.read_bytes()
             if path.suffix == ".model":
                 llama3(str(path), data)

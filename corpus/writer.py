@@ -16,7 +16,7 @@ import huggingface_hub
 import numpy as np
 from tqdm import tqdm
 
-from corpus import DataError, packing, told
+from corpus import DataError, as_user_error, packing
 from corpus.loader import prefetched
 from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
 from system import files
@@ -40,7 +40,7 @@ def written_here(name):
 @contextlib.contextmanager
 def lock_folder(out):
     """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
-    with told(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
+    with as_user_error(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +264,7 @@ def write(path, data):
     room = (
         f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
     )
-    with told(f"{path}: {room}", DataError, "; make room", again=True):
+    with as_user_error(f"{path}: {room}", DataError, "; make room", again=True):
         files.write_atomic(path, data)
 
 
@@ -272,7 +272,7 @@ def fetch_shards(name, revision, max_shards, progress):
     """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
     tokenizer = progress.tokenizer
     hub = dict(repo_type="dataset", revision=revision)
-    with told(f"dataset={name} cannot be read", DataError, again=True):
+    with as_user_error(f"dataset={name} cannot be read", DataError, again=True):
         listed = [
             file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file
         ]

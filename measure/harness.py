@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import run, too_small, without_folder
-from corpus import DataError, told
+from corpus import DataError, as_user_error
 from settings import TrainedConfig
 from system.errors import UserError, refuse, say
 from system.files import write_atomic
@@ -81,7 +81,7 @@ def load(cfg):
     folders = [Path(__file__).parent]
     if cfg.include_path:
         folders.append(cfg.include_path)
-    with told(f"include_path={cfg.include_path} cannot be read"):
+    with as_user_error(f"include_path={cfg.include_path} cannot be read"):
         manager = TaskManager(include_path=folders)
     found = []
     names = [name.strip() for name in cfg.tasks.split(",")]
@@ -91,7 +91,7 @@ def load(cfg):
             f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`"
         )
     for name in names:
-        with told(f"tasks={name} cannot be loaded", DataError):
+        with as_user_error(f"tasks={name} cannot be loaded", DataError):
             one = manager.load([name])
         if name in one["groups"]:
             found.append(one["groups"][name])

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 from matplotlib.figure import Figure
 
-from corpus import told
+from corpus import as_user_error
 from measure.pictures import colors, theme, write
 from system.errors import UserError
 
@@ -29,7 +29,7 @@ def measure(cfg):
 
 def read(path):
     """The snapshot in a file, a pickle, which may run code when it is read: open your own alone."""
-    with told(f"{path}: not a file of bench.py step --snapshot"), open(path, "rb") as file:
+    with as_user_error(f"{path}: not a file of bench.py step --snapshot"), open(path, "rb") as file:
         found = pickle.load(file)
         if "device_traces" not in found:
             raise ValueError("no device_traces in it")

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import configurator
-from corpus import told
+from corpus import as_user_error
 from measure.logs import read
 from results import processes
 from system import errors
@@ -77,7 +77,7 @@ def main(cfg):
 def read_list(path):
     """[{"name", "words", "ranks": 0 without torchrun, "code"}] of a list's file."""
     runs, common = [], []
-    with told(f"{path} cannot be read as a list of runs"):
+    with as_user_error(f"{path} cannot be read as a list of runs"):
         lines = Path(path).read_text().splitlines()
     for line in lines:
         name, *words = shlex.split(line, comments=True) or [None]

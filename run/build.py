@@ -151,7 +151,7 @@ def build_model(cfg, world, weights=None, eot=None):
         analysis.new = reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
-    parallel.share(buffers.values())
+    parallel.broadcast(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
     if cfg.document_mask:

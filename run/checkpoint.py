@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import model as models
 from configurator import typed
+from corpus import as_user_error
 from corpus import tokenizer as tokenizers
-from corpus import told
 from fast.chips import best_attention
 from run import source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden, prune, put_in_place
@@ -363,7 +363,7 @@ def load_rank_tensors(tensors, model, rank, device):
     if device.type not in own:
         return False
     # torch raises errors of several types
-    with told(f"rng.safetensors: no state of rank {rank}", CheckpointError):
+    with as_user_error(f"rng.safetensors: no state of rank {rank}", CheckpointError):
         generators.restore(own, device)
         amaxes = magnitudes(model)
         sizes = [amax.numel() for amax in amaxes]

@@ -14,7 +14,7 @@ import huggingface_hub
 from safetensors import safe_open
 
 from configurator import typed
-from corpus import VOCABULARIES, told
+from corpus import VOCABULARIES, as_user_error
 from settings import GPTConfig
 from system.errors import UserError, refuse, warn
 from system.files import by_umask, patiently, plain_name, read_json, text, write_json
@@ -283,7 +283,7 @@ def fetch(name, files=FILES):
     # nothing of a repository's folders, which hold other formats of the weights
     options = dict(allow_patterns=files, ignore_patterns=["*/*"])
     # errors of the hub, of its HTTP client and of the disk
-    with told(f"{name}: no such folder, and it cannot be downloaded"):
+    with as_user_error(f"{name}: no such folder, and it cannot be downloaded"):
         return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
 
 
@@ -452,7 +452,7 @@ def open_tensors(folder, family):
             raise UserError(
                 f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first"
             )
-        with told(f"{path}: damaged or not safetensors"):
+        with as_user_error(f"{path}: damaged or not safetensors"):
             handle = safe_open(path, "pt")
         for name in handle.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
@@ -566,13 +566,13 @@ def save_hf(
     aside = path.absolute().with_name(f".writing_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # left by a killed save
     try:
-        with told(f"{path}: cannot be written", advice="; nothing of it is kept"):
+        with as_user_error(f"{path}: cannot be written", advice="; nothing of it is kept"):
             aside.mkdir(parents=True)
             ids = write_tokenizer(aside, tokenizer, model.cfg.block_size) if tokenizer else {}
             write_json(aside / "config.json", config_json(model.cfg, dtype, ids))
             _write_shards(aside, parts, tensors, dtype, max_shard_size, model.cfg.norm_eps)
         check(aside)
-        with told(f"{path}: cannot be written", advice="; nothing of it is kept"):
+        with as_user_error(f"{path}: cannot be written", advice="; nothing of it is kept"):
             aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after a failure

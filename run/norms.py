@@ -71,8 +71,6 @@ def named_matrices(model, cfg):
     """{name: optim.Matrix} of trained weights.
 
     A weight of more than two dimensions, such as a stack, is one matrix.
-
-    One of more than two dimensions, such as a stack, is one matrix.
     """
     found = {}
     for name, p in model.named_parameters():

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from corpus import told
+from corpus import as_user_error
 from run.states import CheckpointError
 from scale.shards import copy_into
 from system import files
@@ -77,7 +77,7 @@ def open_folder(folder):
     parts = {}  # {(group, name): (parts of a SavedTensor, its rows)}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = path.name.partition(".")[0]
-        with told(f"{path} is damaged or not safetensors", CheckpointError):
+        with as_user_error(f"{path} is damaged or not safetensors", CheckpointError):
             file = safe_open(path, "pt")
             shards = json.loads((file.metadata() or {}).get("shards", "{}"))
             for name in file.keys():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import optim
-from corpus import told
+from corpus import as_user_error
 from run import checkpoint, checkpoint_folders, reshard, source, states
 from run.checkpoint import CheckpointError
 from scale import parallel
@@ -138,7 +138,9 @@ class Start:
             what = f"{self.folder}: {checkpoint.GROUPS[group]}"
             return states.Unpacker(what, values.get(group, OLDER), tensors, state.model)
 
-        with told(f"{self.folder}: what values.json says does not fit this run", CheckpointError):
+        with as_user_error(
+            f"{self.folder}: what values.json says does not fit this run", CheckpointError
+        ):
             states.load_optimizer(state.optimizer, unpacker("optimizer"))
             warnings = states.load_own(state.own, unpacker("own"))
             buffers = values.get("buffers", OLDER)
@@ -182,7 +184,7 @@ class Start:
                 changed[name] = f"{name} {saved[name]} to {getattr(cfg, name)}"
         schedule = {name: saved[name] for name in checkpoint.SCHEDULE if name in changed}
         if schedule:
-            with told(f"{self.folder}: its settings", CheckpointError):
+            with as_user_error(f"{self.folder}: its settings", CheckpointError):
                 before = self.next_rate(dataclasses.replace(cfg, **schedule), state)
             now = self.next_rate(cfg, state)
             words = ", ".join(changed[name] for name in schedule)

@@ -166,8 +166,6 @@ class Watch(contextlib.ExitStack):
         """At an error, rank 0 waits until the other ranks have read it.
 
         Its process may hold the store.
-
-        Its process may hold the store.
         """
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self.world.rank}", "")

@@ -253,8 +253,6 @@ def attributes_and_groups(optimizer):
     """[{name: value} of the attributes, of the first group, ...].
 
     What PyTorch and the loop set is left out.
-
-    They are without what PyTorch and the loop set.
     """
     found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
     for group in optimizer.param_groups:

@@ -236,7 +236,7 @@ def holding(model, weights):
             p.detach().copy_(kept[name])
 
 
-def share(tensors):
+def broadcast(tensors):
     """Gives all ranks rank 0's values."""
     for tensor in tensors:
         if dist.is_initialized():

@@ -15,7 +15,7 @@ import pytest
 from conftest import one_line
 from test_fineweb import hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
 
-from corpus import tokenizer, told
+from corpus import as_user_error, tokenizer
 from corpus.loader import DataError, TokenLoader
 from system.errors import UserError
 
@@ -152,7 +152,10 @@ def one_bad_row(path):
     "error, passing", [(OSError("reset by peer"), True), (ValueError("bad"), False)]
 )
 def test_only_what_may_pass_is_advised_to_be_repeated(error, passing):
-    with pytest.raises(UserError, match="read: .*") as caught, told("cannot be read", again=True):
+    with (
+        pytest.raises(UserError, match="read: .*") as caught,
+        as_user_error("cannot be read", again=True),
+    ):
         raise error
     assert ("run the same command again" in one_line(caught)) == passing
 
