@@ -74,5 +74,6 @@ if has uv && ! has_pip; then
 else
     has_pip || .venv/bin/python -m ensurepip >/dev/null # a .venv that uv made has none
     if [ -n "$build" ]; then words+=(--extra-index-url https://download.pytorch.org/whl/cpu); fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${words[@]}"
+    # Python compiles what it imports: all of it takes half a minute
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "${words[@]}"
 fi

@@ -24,7 +24,11 @@ DRAWN = (
 DRAWN += (modes.EXPORTED, modes.CONTEXT, modes.RESUMED_DDP, modes.RESUMED_FSDP)
 
 
-def shelved(name, what, edits=None, modes=ALL, **more):
+# without states of its own a patch resumes over ranks as it does in one process
+STATELESS = tuple(mode for mode in ALL if mode not in (modes.RESUMED_DDP, modes.RESUMED_FSDP))
+
+
+def shelved(name, what, edits=None, modes=STATELESS, **more):
     """A Patch of experiments/NAME.patch; edits: of what it has put there."""
     return Patch(name, what, edits or {}, modes, file=FOLDER / f"{name}.patch", **more)
 
@@ -150,6 +154,7 @@ PATCHES = [
     shelved(
         "ema",
         "a running mean of the weights in State.own, evaluated beside them",
+        modes=ALL,
         sample=(modes.RESUMED,),
         unchanged=True,
         also=averaged,
@@ -157,6 +162,7 @@ PATCHES = [
     shelved(
         "schedule_free",
         "its groups hold numbers that its steps change, and weights have two forms",
+        modes=ALL,
         sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
         settings=dict(lr=3e-3, schedule="constant"),
         adds=dict(optimizer="schedule_free"),
@@ -165,6 +171,7 @@ PATCHES = [
     shelved(
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
+        modes=ALL,
         edits={"optim.py": [("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")]},
         # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
