@@ -6,6 +6,7 @@ file was edited before it was imported.
 """
 
 import hashlib
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -42,8 +43,8 @@ def check():
     """
     names = set()
     for path in imported_files():
-        if path.is_relative_to(HERE):
-            name = path.relative_to(HERE)
+        if path.startswith(f"{HERE}{os.sep}"):  # of thousands: Path's own test takes 30 ms
+            name = Path(path).relative_to(HERE)
             names |= {name.as_posix(), name.with_suffix(".cu").as_posix()}
     loaded = names - _imported
     _imported.update(loaded)
@@ -59,7 +60,7 @@ def imported_files():
     found = set()
     for name, module in [*sys.modules.items()]:
         if not name.startswith("torch."):  # as torch.compile names what it writes too
-            found.add(Path(getattr(module, "__file__", None) or ""))
+            found.add(getattr(module, "__file__", None) or "")
     return found
 
 
@@ -71,7 +72,7 @@ def imported():
         found.read_text("RECORD") or "" for found in metadata.distributions(path=[str(site)])
     )
     code = hashlib.sha256("".join(records).encode())
-    for path in sorted(imported_files()):
+    for path in sorted(map(Path, imported_files())):
         if path.suffix == ".py" and path.is_file() and not {library, site} & {*path.parents}:
             code.update(path.read_bytes())
     return code.hexdigest()
