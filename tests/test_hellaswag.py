@@ -260,7 +260,7 @@ def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, caps
             assert name in [mark.strip() for mark in marks[chosen].split(",")]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mode):
     model, path = small(), tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(25)))

@@ -107,7 +107,6 @@ MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "ddp": (2, {}, {}),
     # one of two blocks stays gathered
     "fsdp": (2, FSDP | dict(ROOM=150_000), dict(sample_interval=6)),
-    "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     # units of 2 blocks and 1
     "hsdp": (4, dict(UNIT_MIB=1, ROOM=10**6, **HSDP), dict(n_embd=128, **FOUR)),
     "context": (2, CONTEXT | KEPT, dict(sample_interval=6)),
@@ -115,6 +114,7 @@ MODES = {  # ranks, settings of the mode, settings of the run in one process too
     "muon in zero2": (2, dict(parallel="zero2"), MUON),
 }
 COVERED = {  # by those together
+    "zero2": (2, dict(parallel="zero2", UNIT_MIB=0, **CHUNKS), dict(n_kv_head=2, **LLAMA, **WIDE)),
     "states on the host, sums on the device": (2, HSDP | HOST, {}),
     "context in fsdp": (4, FSDP | CHUNKS | CONTEXT | dict(remat="selective"), GATED | WIDE),
     "muon": (4, {}, MUON | FOUR),
