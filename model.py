@@ -130,8 +130,8 @@ class ValueEmbedding(nn.Embedding):
 class BigramEmbedding(nn.Module):
     """Adds a table's row of each token and the one before it to the embedded token.
 
-    A hash of the two ids gives the row, of as many as there are ids: pairs share it. The rows start
-    at zero (https://github.com/KellerJordan/modded-nanogpt).
+    The row's number is a hash of the two ids. There are only as many rows as ids, so that pairs
+    share them. They start at zero (https://github.com/KellerJordan/modded-nanogpt).
     """
 
     def __init__(self, cfg):
@@ -154,7 +154,7 @@ class BigramEmbedding(nn.Module):
 class EmbeddingMix(nn.Module):
     """(1 + a / 4) x + (0.1 + b / 4) x0: a and b are learned from zero, x0 is the embedded tokens.
 
-    So they move at a quarter of the rate, as in https://github.com/karpathy/nanochat.
+    The factors move at a quarter of the rate, as in https://github.com/karpathy/nanochat.
     """
 
     def __init__(self):

@@ -251,12 +251,12 @@ def label_ends(axes, runs, x, y):
         # one run alone: of a difference between runs, on the same text, the error is far less
         if error and len(runs) == 1:
             words += f" ±{error:.3f}"
-        line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
-        # the line begins at the text's left edge; shrink: points left free at its ends
-        line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
         end = run.place(step, x)
-        if end < (left + right) / 2:
-            line = None
+        line = None
+        if end >= (left + right) / 2:
+            line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
+            # the line begins at the text's left edge; shrink: points left free at its ends
+            line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
         axes.annotate(
             f"{words}  {run.name[-40:]}",
             xy=(end, low + height * (high - low)),

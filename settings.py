@@ -79,9 +79,7 @@ class GPTConfig:
     @property
     def value_layers(self):
         """Numbers of the blocks with a table of value embeddings, the last block first."""
-        if not self.value_embeddings:
-            return range(0)
-        return range(self.n_layer - 1, -1, -self.value_embeddings)
+        return self.every(self.value_embeddings)
 
     @property
     def gate_channels(self):
@@ -91,15 +89,17 @@ class GPTConfig:
     @property
     def mixed_layers(self):
         """Numbers of the blocks that read the embedded tokens again, the last block first."""
-        if not self.embedding_mix:
+        return self.every(self.embedding_mix, first=1)  # the first block reads them anyway
+
+    def every(self, n, first=0):
+        """Numbers of every n-th block from the last one down to `first`; of none where n is 0."""
+        if n == 0:
             return range(0)
-        return range(self.n_layer - 1, 0, -self.embedding_mix)
+        return range(self.n_layer - 1, first - 1, -n)
 
     @property
     def tables(self):
-        """Widths of all matrices with a row for each token id, the head's too;
-        a shared one counts once.
-        """
+        """Widths of all matrices with a row for each token id, the head's too; shared ones once."""
         widths = [self.n_embd]
         if not self.tie_embeddings:
             widths.append(self.n_embd)

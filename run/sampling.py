@@ -266,8 +266,7 @@ class KVCache:
         # of the text before, what this one begins with stays; so compare first, then overwrite
         self.length = self.tokens_alike(ids[:, :last])
         self.ids[:, : ids.size(1)] = ids
-        self.make_room(end - 1)
-        self.prefill(last)
+        self.prefill(last, room=end - 1)
         self.position.fill_(last)
         self.generator.manual_seed(seed)
         drawn = (self.step() for _ in range(known, end))
@@ -281,8 +280,8 @@ class KVCache:
         same = (self.ids[:, :T] == ids[:, :T]).all(0)  # (T,)
         return int(same.cumprod(0).sum())
 
-    def prefill(self, end):
-        """Computes the keys and values that the tokens before `end` lack.
+    def prefill(self, end, room):
+        """Computes the keys and values that the tokens before `end` lack; makes room for `room`.
 
         It takes a multiple of 32 tokens, so that there are few shapes. What is too much, the steps
         overwrite before they read it.
@@ -290,7 +289,7 @@ class KVCache:
         begin = self.length
         width = math.ceil((end - begin) / 32) * 32
         stop = min(begin + width, self.model.cfg.block_size)
-        self.make_room(stop)
+        self.make_room(max(stop, room))
         if begin < end:
             self.forward(self.ids[:, begin:stop], self.places[begin:stop])
         self.length = end

@@ -95,7 +95,10 @@ def innermost(core):
 
 @contextlib.contextmanager
 def whole_rows(model, names=("context_ranks", "documents")):
-    """Within it, a rank has whole rows of its own, of one document, for HellaSwag and samples."""
+    """Each rank has whole rows of its own, one document each, as HellaSwag and samples need them.
+
+    names: what is switched off until the end, of context parallelism and document masks.
+    """
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [part.on for part in parts]
     for part in parts:

@@ -88,7 +88,7 @@ SETTINGS = [
 @contextlib.contextmanager
 def kept():
     """Puts back what is set for the whole process within: no test depends on those before it."""
-    environment, served = dict(os.environ), set(forms.enabled)
+    environment, enabled = dict(os.environ), set(forms.enabled)
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -100,7 +100,7 @@ def kept():
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
         forms.enabled.clear()
-        forms.enabled.update(served)
+        forms.enabled.update(enabled)
         # "high", which autocast sets for all but fp32, is TF32
         torch.set_float32_matmul_precision(products)
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)

@@ -156,7 +156,7 @@ def test_the_end_of_several_runs_is_larger_and_a_run_that_diverges_leaves_it(tmp
     assert len(alone.axes) == 1 and alone.get_facecolor() == matplotlib.colors.to_rgba("#0d1117")
 
 
-def test_a_line_leads_to_an_end_that_is_near_alone(tmp_path):
+def test_a_label_far_from_the_end_of_its_run_has_no_line_to_it(tmp_path):
     long = write(tmp_path / "long", training(range(1, 101)))
     late = write(tmp_path / "late", training(range(1, 61), loss=3.0))
     early = write(tmp_path / "early", training(range(1, 31), loss=4.0))
