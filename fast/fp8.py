@@ -7,6 +7,8 @@ Hopper's fp8 GEMMs need both operands contiguous along K, so every cast tensor i
 as well, for the gradients. All else is as in bf16. The amax history belongs to a layer (`track`).
 """
 
+import functools
+
 import torch
 import torch.nn as nn
 import triton
@@ -38,6 +40,7 @@ CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 SUM_STEPS, SUM_STAGES = 8, 3
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
+PREPARING = 64  # programs that share x where its largest value must be found before the cast
 # a scale leaves room for so many times the last amax; larger values saturate
 ROOM, GRADIENT_ROOM = 2.0, 64.0
 # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
@@ -206,6 +209,20 @@ def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
     return out, out_t, scale, columns
 
 
+def scan_of(device):
+    """(largest value, programs that have ended) of `_prepare`, zeros between its calls.
+
+    Calls on one stream come one after another.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return scan_on(device, stream)
+
+
+@functools.cache
+def scan_on(device, stream):
+    return torch.zeros(2, device=device)
+
+
 @operator("cast8", cast_results, mutates=["amax"])
 def cast(
     parts: list[Tensor],
@@ -247,9 +264,10 @@ def cast(
     before, *more = beside or [None]
     heads = before.size(1) if what == GATE else 1
     inputs = (*parts, *more, *parts, *parts)[:3]  # filled up by what is not read
-    _prepare[(1,)](
-        *inputs, before, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
-    )
+    _prepare[(PREPARING,)](
+        *inputs, before, amax, scan_of(out.device), scale, M, limit / room, *widths, heads, what,
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
     _cast[(strips, programs)](
         *inputs, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
         SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
@@ -318,23 +336,34 @@ def _sigmoid2(x):
 
 @triton.jit
 def _prepare(
-    a, b, c, before, amax, scale, M, limit,
+    a, b, c, before, amax, scan, scale, M, limit,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scale of this call: from the amax that the last call saw; at the first call from x."""
+    """The scale of this call: from the amax that the last call saw; at the first call from x.
+
+    So it is where the last call saw zeros alone, as in the first steps of a model whose projections
+    start at zero. The programs then share x; the last of them to end writes.
+    """
     seen = tl.load(amax + 1)
     if seen == 0.0:
         seen = tl.load(amax)
     if seen == 0.0:
-        seen = _largest(a, before, b, c, M, A, HEADS, WHAT, BLOCK)
+        most = _largest(a, before, b, c, M, A, HEADS, WHAT, BLOCK)
         if B > 0:
-            seen = tl.maximum(seen, _largest(b, before, b, c, M, B, HEADS, WHAT, BLOCK))
+            most = tl.maximum(most, _largest(b, before, b, c, M, B, HEADS, WHAT, BLOCK))
         if C > 0:
-            seen = tl.maximum(seen, _largest(c, before, b, c, M, C, HEADS, WHAT, BLOCK))
-    tl.store(amax, seen)
-    tl.store(amax + 1, 0.0)
-    tl.store(scale, tl.exp2(-_power(seen, limit)))
+            most = tl.maximum(most, _largest(c, before, b, c, M, C, HEADS, WHAT, BLOCK))
+        tl.atomic_max(scan, most)
+    ended = tl.atomic_add(scan + 1, 1.0)
+    if ended == tl.num_programs(0) - 1:
+        if seen == 0.0:
+            seen = tl.atomic_max(scan, 0.0)
+        tl.store(amax, seen)
+        tl.store(amax + 1, 0.0)
+        tl.store(scan, 0.0)
+        tl.store(scan + 1, 0.0)
+        tl.store(scale, tl.exp2(-_power(seen, limit)))
 
 
 @triton.jit
@@ -355,8 +384,9 @@ def _largest(
     WHAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Of this program's part of x."""
     most = tl.zeros((BLOCK,), tl.float32)
-    start = tl.cast(0, tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
     size = tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
@@ -366,7 +396,7 @@ def _largest(
         most = tl.maximum(most, tl.abs(v))
         if WHAT == "dswiglu":
             most = tl.maximum(most, tl.abs(w))
-        start += BLOCK
+        start += tl.num_programs(0) * BLOCK
     return tl.max(most)
 
 

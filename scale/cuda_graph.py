@@ -7,7 +7,6 @@ the host slow, kernels take less, and the GPU waits (https://developer.nvidia.co
 import dataclasses
 import gc
 import itertools
-import math
 import statistics
 import time
 import warnings
@@ -24,7 +23,6 @@ EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and
 TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
 # part of a micro-step's time beyond its launch, below which the GPU has waited for the host
 AHEAD = 0.05
-ALIGNED = 128  # elements: each gradient begins at a multiple of them
 
 
 def choose(cfg, world, micro_step, model):
@@ -51,10 +49,20 @@ def choose(cfg, world, micro_step, model):
     return None, [("cuda graph", f"no ({why})")]
 
 
+@dataclasses.dataclass
+class Captured:
+    """A graph of a micro-step, and the tensors that its replays write."""
+
+    graph: torch.cuda.CUDAGraph
+    sums: list  # what the micro-step returns
+    grads: dict  # {parameter: gradient}
+
+
 class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
-    Its gradients stay in place: where the optimizer sets .grad to None, the next call zeroes them.
+    A step's first micro-step, which finds no gradients, writes them. The others add to them, by a
+    graph of their own.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
@@ -65,7 +73,8 @@ class GraphedMicroStep:
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
         self.steps = 0
-        self.graph = self.batch = self.flat = None
+        self.batch = None
+        self.captured = {}  # {whether it is a step's first micro-step: Captured}
 
     def __call__(self, x, y, positions=None, average=True):
         """The micro-step's sums, a list of tensors. x, y: (B, T), always of one shape.
@@ -85,19 +94,12 @@ class GraphedMicroStep:
                     f"cuda_graph=True needs batches of one shape, not {shapes}; leave it out"
                 )
             own.copy_(given, non_blocking=True)
-        begins = all(p.grad is None for p in self.parameters)  # a step
-        self.steps += begins
-        if self.steps <= EAGER_STEPS:
-            self.launch()
-        else:
-            if begins:
-                self.attach()
-            if self.graph is None:
-                self.capture()
-            self.graph.replay()
+        first = all(p.grad is None for p in self.parameters)  # of a step
+        self.steps += first
+        sums = self.launch() if self.steps <= EAGER_STEPS else self.replay(first)
         if average and dist.is_initialized():
             self.average()
-        return [total.clone() for total in self.sums]  # the next replay overwrites them
+        return [total.clone() for total in sums]  # the next replay overwrites them
 
     def trial(self, cfg):
         """(seconds in which the host launches a micro-step, seconds that it takes), as timed.
@@ -121,7 +123,7 @@ class GraphedMicroStep:
                 clock.append(time.perf_counter())
                 moments.append(parallel.Moment(self.device))
             parallel.synchronize(self.device)
-        self.batch = self.sums = None
+        self.batch = None
         total = statistics.median(
             after.since(before) for before, after in itertools.pairwise(moments)
         )
@@ -136,46 +138,54 @@ class GraphedMicroStep:
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
-            self.sums = self.micro_step(*self.batch)
+            sums = self.micro_step(*self.batch)
         usual.wait_stream(self.stream)
-        self.used = [p for p in self.parameters if p.grad is not None]
+        return sums
 
-    def attach(self):
-        """Puts the gradients back, as zeros."""
-        if self.flat is None:
-            self.flat, self.grads = gradients(self.used)
-        torch._foreach_zero_(self.flat)
-        for parameter, grad in self.grads.items():
+    def replay(self, first):
+        if first not in self.captured:
+            graph, sums = self.capture()
+            grads = {p: p.grad for p in self.parameters if p.grad is not None}
+            self.captured[first] = Captured(graph, sums, grads)
+        captured = self.captured[first]
+        captured.graph.replay()
+        for parameter, grad in captured.grads.items():
             parameter.grad = grad
+        return captured.sums
 
     def capture(self):
+        """(the graph, its sums); nothing is computed yet. Both graphs use the same memory."""
         gc.collect()  # a graph that is freed during the capture would end it
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.graph.pool() for other in self.captured.values()), None)
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
             with torch.cuda.graph(
-                self.graph, stream=self.stream, capture_error_mode="thread_local"
+                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
-                self.sums = self.micro_step(*self.batch)
+                sums = self.micro_step(*self.batch)
         except RuntimeError as error:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            why, hint = (
-                str(cause).partition("\n")[0],
-                "does an edit wait for the GPU, as with .item()?",
-            )
+            why = str(cause).partition("\n")[0]
+            hint = "does an edit wait for the GPU, as with .item()?"
             raise UserError(
                 f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
             ) from cause
+        return graph, sums
 
     def average(self):
-        """The gradients' mean over the ranks, as DDP computes it."""
-        for own in self.flat or [p.grad for p in self.used]:
-            summed = own.to(torch.bfloat16 if self.in_bf16 else own.dtype).div_(
-                dist.get_world_size()
-            )
-            dist.all_reduce(summed)
-            own.copy_(summed)
+        """The gradients' mean over the ranks, as DDP computes it, in one tensor for each dtype."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads.sort(key=torch.numel, reverse=True)  # so that small ones do not misalign others
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            own = [g for g in grads if g.dtype == dtype]
+            sizes = [g.numel() for g in own]
+            flat = own[0].new_empty(sum(sizes), dtype=torch.bfloat16 if self.in_bf16 else dtype)
+            parts = [part.view_as(g) for part, g in zip(flat.split(sizes), own)]
+            torch._foreach_copy_(parts, own)
+            dist.all_reduce(flat.div_(dist.get_world_size()))
+            torch._foreach_copy_(own, parts)
 
 
 def waits(function, *arguments):
@@ -192,19 +202,6 @@ def waits(function, *arguments):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
-
-
-def gradients(parameters):
-    """([one tensor for each dtype], {parameter: the part that is its gradient})."""
-    flat, grads = [], {}
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        group = [p for p in parameters if p.dtype == dtype]
-        sizes = [math.ceil(p.numel() / ALIGNED) * ALIGNED for p in group]
-        whole = torch.empty(sum(sizes), dtype=dtype, device=group[0].device)
-        flat.append(whole)
-        for p, part in zip(group, whole.split(sizes), strict=True):
-            grads[p] = part[: p.numel()].view_as(p)
-    return flat, grads
 
 
 def stream(device):

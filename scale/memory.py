@@ -51,8 +51,8 @@ def estimate(cfg, ranks):
     elif cfg.offload_states and cfg.parallel == "hsdp":
         # added up on the GPU until the last micro-step
         backward["gradients"] = reduced_bytes(cfg) * total / shards
-    elif several_micro_steps and ranks > 1 and not sharded and cfg.cuda_graph is not True:
-        # .grad, and DDP's buckets, to which they are copied in the last micro-step
+    elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph is True):
+        # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
     backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
     cast = 1 if cfg.precision == "fp8" else 2  # fp8 keeps the transposes alone

@@ -126,6 +126,21 @@ def test_cast(M, widths, what, e5m2, std):
         assert torch.allclose(sums.double(), exact.sum(0), rtol=1e-3, atol=1e-3 * most * M**0.5)
 
 
+@pytest.mark.parametrize("M, widths", [(16, [16]), (1024, [512, 64, 128])])
+def test_a_scale_after_zeros_is_from_the_tensor_itself(M, widths):
+    """As in the steps after the first of a model whose projections start at zero."""
+    top = torch.zeros(2, device=DEVICE)
+    for _ in range(2):
+        _, _, scale, _ = fp8.cast([torch.zeros_like(randn(M, N)) for N in widths], top, [])
+        assert scale.isfinite()
+    for call in range(2):
+        parts = [randn(M, N) for N in widths]
+        parts[call % len(parts)][-1, -1] = 1000.0
+        _, _, scale, _ = fp8.cast(parts, top, [])
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        assert 0.99 * fp8.ROOM <= limit * scale.item() / 1000 <= 2.05 * fp8.ROOM
+
+
 def beside_and_exactly(what, x, before):
     """(the tensors beside x, what `cast` computes of them and x before it rounds, in float64)"""
     exact, activation = x.double(), getattr(kernels, what.removeprefix("d"), None)
