@@ -232,8 +232,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, activation):
         super().__init__()
-        self.up = Linear(cfg.n_embd, cfg.hidden, bias=cfg.bias)
-        self.proj = Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
+        self.up = Linear(cfg.n_embd, cfg.mlp_hidden, bias=cfg.bias)
+        self.proj = Linear(cfg.mlp_hidden, cfg.n_embd, bias=cfg.bias)
         self.proj.init_std = residual_std(cfg)
         self.activation = activation
 
@@ -248,8 +248,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.gate_up = Linear(cfg.n_embd, 2 * cfg.hidden, bias=cfg.bias)
-        self.proj = Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias)
+        self.gate_up = Linear(cfg.n_embd, 2 * cfg.mlp_hidden, bias=cfg.bias)
+        self.proj = Linear(cfg.mlp_hidden, cfg.n_embd, bias=cfg.bias)
         self.proj.init_std = residual_std(cfg)
 
     def forward(self, x):

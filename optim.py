@@ -343,10 +343,10 @@ class Muon(torch.optim.Optimizer):
         for shape, same in by_shape(matrices, lambda m: tuple(sorted(m.shape))).items():
             each = max(1, 2**27 // math.prod(shape))  # up to 2**27 numbers for each rank
             self.batches += in_lists(same, ranks * each)
-        self.accumulate = accumulate
+        self.update_momentum = update_momentum
         self.descend = descend
         if compiled and weights[0].is_cuda:
-            self.accumulate = torch.compile(accumulate, dynamic=False)
+            self.update_momentum = torch.compile(update_momentum, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
 
     @torch.no_grad()
@@ -365,7 +365,7 @@ class Muon(torch.optim.Optimizer):
         for some in sum(lists, []):
             moments = [local(self.state[p]["momentum"]) for p in some]
             grads = [local(p.grad) for p in some]
-            self.accumulate(moments, grads, [updates[p] for p in some], momentum, skip)
+            self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
         for group, of_group in zip(self.param_groups, lists):
@@ -502,7 +502,7 @@ def orthogonalize(x):
     return x
 
 
-def accumulate(moments, grads, updates, momentum, skip):
+def update_momentum(moments, grads, updates, momentum, skip):
     """m = momentum m + (1 - momentum) g, u the same of the new m; skip: m stays, u is 0."""
     for m, g, u in zip(moments, grads, updates):
         m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))

@@ -60,7 +60,7 @@ class GPTConfig:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
-    def hidden(self):
+    def mlp_hidden(self):
         return 4 * self.n_embd if self.n_hidden is None else self.n_hidden
 
     @property
@@ -74,7 +74,7 @@ class GPTConfig:
     @property
     def mlp_width(self):
         """Output width of the MLP's first matmul; SwiGLU's gate and up projections are one."""
-        return 2 * self.hidden if self.mlp == "swiglu" else self.hidden
+        return 2 * self.mlp_hidden if self.mlp == "swiglu" else self.mlp_hidden
 
     @property
     def value_layers(self):
@@ -118,7 +118,7 @@ class GPTConfig:
             (self.qkv_width, C),
             (C, self.attention_width),
             (self.mlp_width, C),
-            (C, self.hidden),
+            (C, self.mlp_hidden),
         ]
 
     @property
@@ -155,7 +155,7 @@ class GPTConfig:
     def differences(self, now, free=()):
         """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, `free` apart."""
         # the property that says what None of a field means
-        meaning = {"n_kv_head": "kv_heads", "n_hidden": "hidden", "head_dim": "head_size"}
+        meaning = {"n_kv_head": "kv_heads", "n_hidden": "mlp_hidden", "head_dim": "head_size"}
         found = []
         for field in fields(GPTConfig):
             name = meaning.get(field.name, field.name)

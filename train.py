@@ -81,7 +81,7 @@ class Training:
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
-        self.rank_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
+        self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
         self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
@@ -95,7 +95,7 @@ class Training:
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
         # of the largest batch's tokens, also in a graph: `clip` puts in the number of targets
-        share = loss * (count / self.rank_tokens)
+        share = loss * (count / self.rank_step_tokens)
         self.state.scaler.scale(share).backward()
         return self.figures.sums(share, count, extras)
 

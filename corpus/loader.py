@@ -3,7 +3,7 @@
 A thread makes a rank's batches ahead, each from B rows that follow one another in the run:
 
 row of the run -> folder whose turn it is, and row of that folder (TokenLoader._read)
--> epoch and place in its order -> first token -> T + 1 tokens (Rows.read)
+-> epoch and place in its order -> first token -> T + 1 tokens (FolderRows.read)
 -> x and y, in host memory (TokenLoader._batch)
 
 `next` takes the oldest of these batches to the device and moves the position that is saved.
@@ -43,7 +43,7 @@ def prefetched(items, depth):
         pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
 
 
-class Rows:
+class FolderRows:
     """The rows of T + 1 tokens of a folder's split, in the order in which a run reads them.
 
     Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
@@ -131,7 +131,7 @@ class TokenLoader:
                 raise DataError(
                     f"align_documents needs the separator, and there is no {folder}/manifest.json"
                 )
-            self.folders.append(Rows(shards, share, self.T, self.shuffle_seed, self.align))
+            self.folders.append(FolderRows(shards, share, self.T, self.shuffle_seed, self.align))
         self.turns = mixture.turns([rows.share for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
         self.tokens = sum(one.tokens for one in shards)
@@ -198,7 +198,7 @@ class TokenLoader:
         return range(own, own + self.B)
 
     def _read(self, row):
-        """As Rows.read, of a row of the run, from the folder whose turn it is."""
+        """As FolderRows.read, of a row of the run, from the folder whose turn it is."""
         periods, turn = divmod(row, len(self.turns))  # whole periods before it, place in its own
         folder, rows_before = self.turns[turn]
         rows = self.folders[folder]

@@ -45,7 +45,7 @@ def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
 
 
 @torch.no_grad()
-def divisible(loss):
+def sums_over_chunks(loss):
     """Whether an edited loss of all tokens is the sum of its losses of parts, as in `chunked`.
 
     One that draws random numbers cannot be compared, and counts as such a sum.

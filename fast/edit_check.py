@@ -14,7 +14,7 @@ SCOPES = (ast.FunctionDef, ast.ClassDef)
 FREE_METHODS = ("__init__", "reset_parameters", "extra_repr")
 
 
-def edits(path):
+def edited_definitions(path):
     """{name: words} of the definitions that differ in a file from the copy, or call such a one."""
     expected, found = parsed(COPY), parsed(path)
     words = {}

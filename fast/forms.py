@@ -22,7 +22,7 @@ counting = None  # an OperationCounter (run/flops.py); while there is one, plain
 edits = {}  # {definition in kernels.py: words} of those that were edited, or call one that was
 activations = {}  # {function: its name} of those that the MLP's kernels compute
 layers_known = set()  # classes whose forward the kernels compute
-divisible = True  # whether kernels.plain_loss may be computed in chunks of tokens
+loss_in_chunks = True  # whether kernels.plain_loss may be computed in chunks of tokens
 
 
 # -- the choice
@@ -46,16 +46,16 @@ def operation(definition):
 
 def find_edits(definitions):
     """Finds out which definitions were edited; kernels.py calls it at its end, with its globals."""
-    global divisible
+    global loss_in_chunks
     edits.clear()
-    edits.update(edit_check.edits(definitions["__file__"]))
+    edits.update(edit_check.edited_definitions(definitions["__file__"]))
     for name in ("gelu", "relu2", "swiglu"):
         activations[definitions.get(name)] = name
     for name in ("Linear", "LayerNorm", "RMSNorm"):
         layers_known.add(definitions.get(name))
-    divisible = True
+    loss_in_chunks = True
     if "plain_loss" in edits:
-        divisible = chunks.divisible(inspect.unwrap(definitions["plain_loss"]))
+        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions["plain_loss"]))
 
 
 def enable(device, ops="auto"):
@@ -269,7 +269,7 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
 
 
 def plain_loss(definition, x, weight, targets, *options):
-    if not divisible or targets.numel() <= chunks.rows_that_fit(weight):
+    if not loss_in_chunks or targets.numel() <= chunks.rows_that_fit(weight):
         return None
     return chunks.chunked(definition, x, weight, targets, *options)
 

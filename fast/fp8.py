@@ -2,9 +2,10 @@
 
 Activations and weights are cast to e4m3, gradients to e5m2 (https://arxiv.org/abs/2209.05433). Each
 tensor has one scale, a power of two, from its amax in the previous call with room to spare (delayed
-scaling); in the first call, and for weights that FSDP2 gathers in 8 bits (`Rows`), from its own.
-Hopper's fp8 GEMMs need both operands contiguous along K, so every cast tensor is stored transposed
-as well, for the gradients. All else is as in bf16. The amax history belongs to a layer (`track`).
+scaling); in the first call, and for weights that FSDP2 gathers in 8 bits (`ShardIn8Bits`), from its
+own. Hopper's fp8 GEMMs need both operands contiguous along K, so every cast tensor is stored
+transposed as well, for the gradients. All else is as in bf16. The amax history belongs to a layer
+(`track`).
 """
 
 import functools
@@ -40,7 +41,7 @@ CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 SUM_STEPS, SUM_STAGES = 8, 3
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
-PREPARING = 64  # programs that share x where its largest value must be found before the cast
+SCALE_PROGRAMS = 64  # programs that share x where its largest value must be found before the cast
 # a scale leaves room for so many times the last amax; larger values saturate
 ROOM, GRADIENT_ROOM = 2.0, 64.0
 # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
@@ -143,7 +144,7 @@ def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
     `gradients` takes x^T, its scale, the right operand of the GEMM of dx, and its scale.
     """
     x8, x8t, xs, _ = cast([x], x_amax, [], what)
-    if w_amax.dim() == 0:  # gathered as `Rows`
+    if w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
         w = weight
         wt = weight.t()
         ws = w_amax
@@ -181,11 +182,11 @@ def product(
     """a @ b * a_scale * b_scale + bias + added.
 
     a: (M, K) in fp8 with contiguous rows; b: (K, N) in fp8 with contiguous columns, or a gathered
-    weight (`Rows`) or its transpose. fast: see cublas.matmul; for outputs and input gradients, not
-    for weight gradients.
+    weight (`ShardIn8Bits`) or its transpose. fast: see cublas.matmul; for outputs and input
+    gradients, not for weight gradients.
     """
     out = empty_product(a, b, bias, dtype)
-    if b.dtype == torch.bfloat16:  # gathered as `Rows`, the transpose for x W^T
+    if b.dtype == torch.bfloat16:  # gathered as `ShardIn8Bits`, the transpose for x W^T
         if b.stride(0) == 1:
             b = halves(b.t())[0].t()
         else:
@@ -209,17 +210,17 @@ def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
     return out, out_t, scale, columns
 
 
-def scan_of(device):
-    """(largest value, programs that have ended) of `_prepare`, zeros between its calls.
+def amax_scan(device):
+    """(largest value, programs that have ended) of `_update_scale`, zeros between its calls.
 
     Calls on one stream come one after another.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return scan_on(device, stream)
+    return amax_scan_on(device, stream)
 
 
 @functools.cache
-def scan_on(device, stream):
+def amax_scan_on(device, stream):
     return torch.zeros(2, device=device)
 
 
@@ -264,8 +265,8 @@ def cast(
     before, *more = beside or [None]
     heads = before.size(1) if what == GATE else 1
     inputs = (*parts, *more, *parts, *parts)[:3]  # filled up by what is not read
-    _prepare[(PREPARING,)](
-        *inputs, before, amax, scan_of(out.device), scale, M, limit / room, *widths, heads, what,
+    _update_scale[(SCALE_PROGRAMS,)](
+        *inputs, before, amax, amax_scan(out.device), scale, M, limit / room, *widths, heads, what,
         BLOCK=4096, num_warps=8,
     )  # fmt: skip
     _cast[(strips, programs)](
@@ -335,7 +336,7 @@ def _sigmoid2(x):
 
 
 @triton.jit
-def _prepare(
+def _update_scale(
     a, b, c, before, amax, scan, scale, M, limit,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -363,11 +364,11 @@ def _prepare(
         tl.store(amax + 1, 0.0)
         tl.store(scan, 0.0)
         tl.store(scan + 1, 0.0)
-        tl.store(scale, tl.exp2(-_power(seen, limit)))
+        tl.store(scale, tl.exp2(-_scale_exponent(seen, limit)))
 
 
 @triton.jit
-def _power(amax, limit):
+def _scale_exponent(amax, limit):
     """The exponent of the largest power of two whose product with `amax` is at most `limit`."""
     return tl.minimum(tl.floor(tl.log2(limit / tl.maximum(amax, 1e-30))), 100.0)
 
@@ -556,17 +557,17 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 
 def gather_in_8_bits(layers, ranks):
-    """Before fully_shard: tracked layers' weights become `Rows`, their w_amax the scale.
+    """Before fully_shard: tracked layers' weights become `ShardIn8Bits`, their w_amax the scale.
 
     A weight whose rows cannot be divided among the ranks stays as it is.
     """
     for layer in layers:
         if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
-            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rows))
+            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(ShardIn8Bits))
             layer.w_amax = layer.w_amax.new_zeros(())
 
 
-class Rows(Tensor):
+class ShardIn8Bits(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's hooks, the two fsdp_* methods.
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its
@@ -579,7 +580,7 @@ class Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
-        """The tensor's own operations; copies and views that FSDP2 makes remain `Rows`."""
+        """The tensor's own operations; copies and views that FSDP2 makes remain `ShardIn8Bits`."""
         with no_dispatch():
             out = operation(*args, **(kwargs or {}))
         kept = (aten.new_zeros, aten.slice, aten.detach, aten.empty_like)
@@ -611,7 +612,7 @@ class Rows(Tensor):
 
 
 class Widened(torch.autograd.Function):
-    """A weight that was gathered as `Rows`, in bf16."""
+    """A weight that was gathered as `ShardIn8Bits`, in bf16."""
 
     @staticmethod
     def forward(ctx, both, scale):
@@ -638,7 +639,7 @@ def halves(both):
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    v *= tl.exp2(_power(tl.load(amax), 448.0))
+    v *= tl.exp2(_scale_exponent(tl.load(amax), 448.0))
     tl.store(out + at, _rounded(v, 448.0, out.dtype.element_ty), mask=at < size)
 
 
@@ -649,11 +650,11 @@ def _align(
     """Brings the ranks' shards, `each` numbers long, to the scale of the rank with most amax."""
     rank = tl.program_id(0)
     ranks = tl.arange(0, ALL)
-    power = _power(tl.max(tl.load(amaxes + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
+    power = _scale_exponent(tl.max(tl.load(amaxes + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
-    v *= tl.exp2(power - _power(tl.load(amaxes + rank), 448.0))
+    v *= tl.exp2(power - _scale_exponent(tl.load(amaxes + rank), 448.0))
     tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all
 

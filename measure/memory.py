@@ -30,7 +30,7 @@ def measure(cfg):
         every, why = memory.choose_remat(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
         print(f"remat_every {every:.3g} ({why})")
         cfg = dataclasses.replace(cfg, remat_every=every)
-    count = memory.parameter_counts(cfg)[0]
+    count = memory.total_and_block_parameters(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     gpus = "1 GPU; for more --world=N"
     if cfg.world > 1:

@@ -109,7 +109,7 @@ def table(groups, others):
             found += [
                 "",
                 f"{group.name} less {other.name}, with 95% intervals",
-                *compared(group, other),
+                *welch_and_paired(group, other),
             ]
     return found
 
@@ -124,7 +124,7 @@ def in_words(values, form, spread=False):
     return words
 
 
-def compared(group, other):
+def welch_and_paired(group, other):
     """Lines for each loss that both have: Welch's interval, and that of pairs of the same seed."""
     found = []
     for key, figure in FIGURES.items():
@@ -132,11 +132,13 @@ def compared(group, other):
         b = other.figures[key]
         if np.isnan([*a, *b]).any():
             continue
-        found.append(f"{figure:<13}{'Welch':<16}{answer(a.mean() - b.mean(), *welch(a, b))}")
+        interval = confidence_interval(a.mean() - b.mean(), *welch(a, b))
+        found.append(f"{figure:<13}{'Welch':<16}{interval}")
         same_rows = group.rows == other.rows and len(group.rows) == 1 and None not in group.rows
         if same_rows and sorted(group.seeds) == sorted(other.seeds):
             pairs = a - b[[other.seeds.index(seed) for seed in group.seeds]]
-            found.append(f"{figure:<13}{'paired by seed':<16}{answer(pairs.mean(), *welch(pairs))}")
+            interval = confidence_interval(pairs.mean(), *welch(pairs))
+            found.append(f"{figure:<13}{'paired by seed':<16}{interval}")
     return found
 
 
@@ -152,7 +154,7 @@ def welch(*samples):
     return math.sqrt(sum(parts)), sum(parts) ** 2 / rest if rest else 1.0
 
 
-def answer(difference, error, freedom):
+def confidence_interval(difference, error, freedom):
     """A difference with its interval, in words."""
     if math.isnan(error):
         return f"{difference:+.4f}  not established: one seed on a side"

@@ -20,7 +20,7 @@ from corpus.shards import read_manifest, read_token_bytes, verify
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, reshard, source
-from run.flops import ModelAnalysis, parameter_counts
+from run.flops import ModelAnalysis, total_and_matmul_parameters
 from scale import context_parallel, memory, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
@@ -47,7 +47,7 @@ def choose(cfg, device):
     if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
         rows, why = memory.choose_batch(cfg, ranks, least)
         parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
-        if forms.edits or parameters != memory.parameter_counts(cfg)[0]:
+        if forms.edits or parameters != memory.total_and_block_parameters(cfg)[0]:
             why += "; what an edit of model.py or kernels.py takes is not counted"
         reasons["batch_size"] = why
         cfg = dataclasses.replace(cfg, batch_size=rows)
@@ -157,11 +157,11 @@ def build_model(cfg, world, weights=None, eot=None):
     if cfg.document_mask:
         from scale import documents
 
-        documents.check_edits(model, cfg, world, autocast(cfg.precision, device))
+        documents.check_mixing(model, cfg, world, autocast(cfg.precision, device))
     if cfg.context_parallel > 1:
         if eot is None and cfg.tokenizer:
             eot = tokenizers.load(cfg.tokenizer).eot
-        context_parallel.check_edits(model, cfg, world, autocast(cfg.precision, device), eot)
+        context_parallel.check_mixing(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, analysis
 
 
@@ -293,7 +293,7 @@ def open_initial_weights(cfg):
 def describe(cfg, training, start):
     """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
-    total, matmul = parameter_counts(state.model)
+    total, matmul = total_and_matmul_parameters(state.model)
     if cfg.max_seconds is None:
         steps, tokens = optim.plan(cfg, state.step, state.tokens)
         length = f"steps {state.step} to {steps}: {tokens:,} tokens"

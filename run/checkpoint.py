@@ -22,7 +22,7 @@ from corpus import as_user_error
 from corpus import tokenizer as tokenizers
 from fast.chips import best_attention
 from run import source, states
-from run.checkpoint_folders import delete_hidden, find, folders, hidden, prune, put_in_place
+from run.checkpoint_folders import delete_hidden, find, folders, hidden_path, prune, put_in_place
 from run.logger import NotFinite
 from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state, with_prefix
 from run.states import CheckpointError
@@ -146,7 +146,7 @@ class Saver:
         self.wait()
         self.last = step
         self.final = self.out_dir / f"step_{step:08d}"
-        self.aside = hidden(self.final)
+        self.aside = hidden_path(self.final)
         self.need = 0  # bytes
         for group in tensors.values():
             for tensor in group.values():

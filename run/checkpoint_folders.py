@@ -32,7 +32,7 @@ def folders(out_dir):
     )
 
 
-def hidden(folder, kind=""):
+def hidden_path(folder, kind=""):
     """The name under which a checkpoint is written.
 
     kind: "gone_" if it is removed, "old_" if it is replaced.
@@ -42,7 +42,7 @@ def hidden(folder, kind=""):
 
 def remove(folder):
     """Hides a checkpoint, then deletes it: what a kill leaves of it never looks complete."""
-    gone = hidden(folder, "gone_")
+    gone = hidden_path(folder, "gone_")
     os.rename(folder, gone)
     delete(gone)
 
@@ -72,12 +72,12 @@ def put_in_place(final):
             number += 1
         os.rename(final, f"{final}_copy{number}")
         warn(f"{final} was of another step, by its state.json, and is now {final}_copy{number}")
-    old = hidden(final, "old_")
+    old = hidden_path(final, "old_")
     replaced = final in folders(final.parent)
     if replaced:
         os.rename(final, old)
     try:
-        os.rename(hidden(final), final)
+        os.rename(hidden_path(final), final)
     except OSError:
         if replaced:
             os.rename(old, final)
@@ -91,7 +91,7 @@ def bring_back(out_dir):
     """Gives a step back its name, if a kill came between the renames when it was saved again."""
     for old in sorted(Path(out_dir).glob(f".writing_old_step_{DIGITS}")):
         final = old.with_name(old.name.removeprefix(".writing_old_"))
-        for folder in (hidden(final), old):
+        for folder in (hidden_path(final), old):
             if not final.exists() and problem(folder) is None:
                 os.rename(folder, final)
                 warn(f"{final}: a kill left it hidden, as {folder.name}; it is back")

@@ -222,7 +222,7 @@ class Evaluations:
         rows = contextlib.nullcontext()
         if evaluation.whole_rows:
             rows = context_parallel.whole_rows(model)
-        with rows, torch.no_grad(), self.autocast, generators.kept(device):
+        with rows, torch.no_grad(), self.autocast, generators.preserved(device):
             found = evaluation.function(model)
         if self.watch.stopping:
             return None

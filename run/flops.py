@@ -50,7 +50,7 @@ def peak_flops(device, precision):
     return None
 
 
-def parameter_counts(model):
+def total_and_matmul_parameters(model):
     """(parameters, those in matmuls) of a model: no vocabulary padding, a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
     matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))

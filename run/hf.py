@@ -294,7 +294,7 @@ def config_json(cfg, dtype, ids):
     context = max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(
-        mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.hidden, block_size=context
+        mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, block_size=context
     )
     config = {key: values[name] for key, name in family.keys.items()}
     if cfg.embed_norm:  # which is folded into the embedding alone
@@ -345,7 +345,7 @@ def write_tokenizer(folder, tokenizer, block_size):
     return {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
 
 
-class Rows:
+class LazySlice:
     """A slice of safetensors, read by rows in another dtype, or by the rows of its transpose."""
 
     def __init__(self, tensor, dtype, transposed):
@@ -381,7 +381,10 @@ def hf_parts(model, may_have_more=False):
                 f"{family.layers}{i}.{name}" for name in theirs.split()
             ]
     heads = cfg.n_head, cfg.kv_heads, cfg.kv_heads
-    stacked = {"qkv": [n * cfg.head_size for n in heads], "gate_up": [cfg.hidden, cfg.hidden]}
+    stacked = {
+        "qkv": [n * cfg.head_size for n in heads],
+        "gate_up": [cfg.mlp_hidden, cfg.mlp_hidden],
+    }
     other_mlp = "up" if cfg.mlp == "swiglu" else "gate_up"
     parts = {}
     ends = {}  # {our parameter: its rows that are in parts}
@@ -498,7 +501,7 @@ def open_hf(name):
     if wrong:
         words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return stacked_tensors(parts, theirs), cfg, cfg.tokenizer
+    return stack_qkv_and_gate_up(parts, theirs), cfg, cfg.tokenizer
 
 
 def drop_head(theirs, family):
@@ -529,7 +532,7 @@ def misfits(parts, theirs):
     return wrong
 
 
-def stacked_tensors(parts, theirs):
+def stack_qkv_and_gate_up(parts, theirs):
     """{our name: SavedTensor}, each of the slices {Hugging Face name: slice} that it stacks."""
     import torch
 
@@ -539,9 +542,9 @@ def stacked_tensors(parts, theirs):
     for key, part in parts.items():
         dtype = getattr(torch, DTYPES[theirs[key].get_dtype()])
         dtypes[part.ours] = torch.promote_types(dtype, dtypes.get(part.ours, dtype))
-    slices = {}  # {our name: [(first row, Rows)]}
+    slices = {}  # {our name: [(first row, LazySlice)]}
     for key, part in parts.items():
-        rows = Rows(theirs[key], dtypes[part.ours], part.transposed)
+        rows = LazySlice(theirs[key], dtypes[part.ours], part.transposed)
         slices.setdefault(part.ours, []).append((part.first, rows))
     return {ours: SavedTensor(ours, found) for ours, found in slices.items()}
 

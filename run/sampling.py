@@ -238,7 +238,7 @@ class KVCache:
         self.model, self.use_graph = model, use_graph
         self.temperature, self.top_k = temperature, top_k
         self.attentions = context_parallel.attentions(model, "a KV cache")
-        self.shifts = context_parallel.tokens_before(model)
+        self.shifts = context_parallel.previous_modules(model)
         # {(module, its how many-eth call in a forward): what it was given of each token}
         self.before = {}
         # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}

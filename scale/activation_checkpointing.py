@@ -264,7 +264,7 @@ class RecomputeInTiles(torch.autograd.Function):
         sums = [None] * len(ctx.parameters)
         # without autocast's cache: a tile would get the casts, and the freed graph, of the last one
         autocast = torch.autocast(x.device.type, dtype, enabled, cache_enabled=False)
-        with autocast, generators.kept(x.device), torch.enable_grad():
+        with autocast, generators.preserved(x.device), torch.enable_grad():
             generators.restore(ctx.states, x.device)  # as in the forward, until the end
             for t in ctx.tiles:
                 xt = x[:, t].detach().requires_grad_()

@@ -4,7 +4,7 @@ Only attention's core mixes tokens: an all-to-all before it exchanges tokens for
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
 https://arxiv.org/abs/2309.14509); and model.Previous, for which a rank has its first token's from
 the rank before. They are data-parallel ranks to gradients. An edit that mixes tokens outside
-attn.core is refused, see `check_edits`.
+attn.core is refused, see `check_mixing`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import model as models
 from scale import generators, parallel
 from system.errors import UserError
 
-CHECKED_TOKENS = 16  # tokens of each rank in `check_edits`
+CHECKED_TOKENS = 16  # tokens of each rank in `check_mixing`
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class ContextRanks:
     rank: int
     size: int
     after_another: Tensor | None = None  # 1.0, and 0.0 on the first of them, see RankBefore
-    on: bool = True  # False: each has whole, separate rows, see `alone`
+    on: bool = True  # False: each has whole, separate rows, see `whole_rows`
     checking: bool = False  # whether cores are asked the following, while `on` is False
     head_free: bool = True  # no core, as far as seen, depends on which heads it is given
 
@@ -55,7 +55,7 @@ def wrap(model, ranks):
     model.context_ranks = ranks
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, ranks)
-    for owner in tokens_before(model):
+    for owner in previous_modules(model):
         while hasattr(owner.core, "core"):  # document masks stay outside
             owner = owner.core
         owner.core = RankBefore(owner.core, ranks)
@@ -81,7 +81,7 @@ def attentions(model, setting, any_core=False):
     return list(filter(suits, model.modules()))
 
 
-def tokens_before(model):
+def previous_modules(model):
     """Modules with model.previous, perhaps wrapped, as `core`."""
     return [module for module in model.modules() if isinstance(module, models.Previous)]
 
@@ -133,7 +133,7 @@ class Ulysses:
             raise UserError(
                 f"context_parallel={N} exchanges heads of one width, attention has {widths}"
             )
-        qkv = self.divisible(q, k, v)
+        qkv = self.repeat_kv_heads(q, k, v)
         heads = [x.size(1) // N for x in qkv]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
         parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
@@ -143,7 +143,7 @@ class Ulysses:
         y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
 
-    def divisible(self, q, k, v):
+    def repeat_kv_heads(self, q, k, v):
         """q, k, v in one dtype; heads of k, v are repeated if ranks would not have equally many."""
         N = self.ranks.size
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
@@ -162,7 +162,7 @@ class Ulysses:
 
         A core that draws random numbers cannot be compared, and counts as such.
         """
-        heads = [x.chunk(self.ranks.size, dim=1) for x in self.divisible(q, k, v)]
+        heads = [x.chunk(self.ranks.size, dim=1) for x in self.repeat_kv_heads(q, k, v)]
         try:
             parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
             same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
@@ -226,7 +226,7 @@ def own_tokens(cfg, world, x, y):
     return x[:, first : first + T], y[:, first : first + T], positions
 
 
-def check_edits(model, cfg, world, autocast, eot=None):
+def check_mixing(model, cfg, world, autocast, eot=None):
     """Raises UserError if rows that ranks share differ from the same rows on each rank alone.
 
     Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give
@@ -275,7 +275,7 @@ def narrow_copy(cfg, world):
     T = min(cfg.block_size, CHECKED_TOKENS * cfg.context_parallel)
     widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
     shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
-    with generators.kept(world.device):
+    with generators.preserved(world.device):
         small = models.build(shape, world.device, cfg.seed)
         with torch.no_grad():
             for parameter in small.parameters():
@@ -309,7 +309,7 @@ def compare(model, cfg, world, autocast, is_narrow, eot):
     rows = rows.to(world.device)
     idx, targets, ranks = rows[:, :-1], rows[:, 1:], model.context_ranks
     x, y, positions = own_tokens(cfg, world, idx, targets)
-    with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
+    with autocast, generators.preserved(world.device), torch.compiler.set_stance("force_eager"):
         with whole_rows(model):
             loss, count, _ = model(idx, targets)
             again, _, _ = model(idx, targets)

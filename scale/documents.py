@@ -38,19 +38,19 @@ def apply(model, eot):
     eot: the token that begins a document; None: each row is one.
     """
     documents = model.documents = Documents(eot)
-    for module in context_parallel.tokens_before(model):
+    for module in context_parallel.previous_modules(model):
         module.core = PreviousInDocument(module.core, documents)
     for module in context_parallel.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
 
     def find(_, inputs):
         if documents.on:
-            documents.find(context_parallel.whole_sequences(model, inputs[0]), inputs[0])
+            documents.find_bounds(context_parallel.whole_sequences(model, inputs[0]), inputs[0])
 
     model.register_forward_pre_hook(find)
 
 
-def check_edits(model, cfg, world, autocast):
+def check_mixing(model, cfg, world, autocast):
     """Raises UserError if the loss of a document depends on the one before it in its row.
 
     Without this, an edit that mixes tokens outside attn.core would silently cross documents.
@@ -75,7 +75,7 @@ def crosses(model, cfg, world, autocast, is_narrow):
     rows = rows.to(world.device)
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[:, : T // 2] = -100
-    with autocast, generators.kept(world.device), torch.compiler.set_stance("force_eager"):
+    with autocast, generators.preserved(world.device), torch.compiler.set_stance("force_eager"):
         with context_parallel.whole_rows(model, ["context_ranks"]):
             first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
     most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
@@ -98,7 +98,7 @@ class Documents:
         self.row = 0  # tokens of a row
 
     @torch.no_grad()
-    def find(self, idx, own=None):
+    def find_bounds(self, idx, own=None):
         """idx: whole rows, (B, T). own: this rank's part of them, (B, T/N); None: all."""
         self.begins = (idx if own is None else own) == self.eot
         self.row = idx.size(1)

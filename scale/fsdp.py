@@ -55,9 +55,10 @@ def shard(model, cfg, world, analysis=None):
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
-    model.kept = []  # units that are gathered from a step's first forward to its last backward
+    # those that are gathered from a step's first forward to its last backward
+    model.unsharded_units = []
     if cfg.parallel == "zero2":
-        model.kept = parallel.units(model)
+        model.unsharded_units = parallel.units(model)
         model.register_forward_pre_hook(gather_all)
 
 
@@ -111,7 +112,7 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
     """
     if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2":
         return []
-    edited = parameters != memory.parameter_counts(cfg)[0]
+    edited = parameters != memory.total_and_block_parameters(cfg)[0]
     if edited or optimizer:  # the estimate of `room` does not hold
         return []
     free = room(cfg, world)
@@ -123,8 +124,10 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
             break
         gathered += size
         unit.set_reshard_after_forward(False, recurse=False)
-        model.kept.append(unit)
-    few = f"{len(model.kept)} of {len(model.unit_bytes)} units stay gathered during a step"
+        model.unsharded_units.append(unit)
+    few = (
+        f"{len(model.unsharded_units)} of {len(model.unit_bytes)} units stay gathered during a step"
+    )
     return [("gathered", f"{few}, {gathered / memory.GIB:.1f} GiB")]
 
 

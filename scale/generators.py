@@ -48,7 +48,7 @@ def restore(found, device):
 
 
 @contextlib.contextmanager
-def kept(device):
+def preserved(device):
     """After it the generators are as before."""
     before = states(device)
     try:

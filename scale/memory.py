@@ -27,7 +27,7 @@ def estimate(cfg, ranks):
 
     `on_host` counts the host's.
     """
-    total, block = parameter_counts(cfg)
+    total, block = total_and_block_parameters(cfg)
     shards = shards_of(cfg, ranks)
     sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     several_micro_steps = cfg.batch_tokens > cfg.micro_tokens(ranks)
@@ -73,7 +73,7 @@ def total_bytes(cfg, ranks):
     return sum(estimate(cfg, ranks).values())
 
 
-def parameter_counts(cfg):
+def total_and_block_parameters(cfg):
     """Parameters (of the model, of a block without a table): shared once, with padding rows."""
     C = cfg.n_embd
     norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
@@ -105,7 +105,7 @@ def reduced_bytes(cfg):
 
 def moment_bytes(cfg):
     """Of optimizer state a weight, on average; 0 for an optimizer that is none of ours."""
-    total, block = parameter_counts(cfg)
+    total, block = total_and_block_parameters(cfg)
     known = {
         "adamw": 8,
         "adamw8bit": 2 * (1 + 4 / GROUP),
@@ -138,7 +138,7 @@ def gathers_8_bits(cfg, shards):
 
 def gathered_bytes(cfg, shards):
     """FSDP2's 16-bit buffers: weights of two units and head (zero2: all), gradients of a unit."""
-    total, unit = parameter_counts(cfg)
+    total, unit = total_and_block_parameters(cfg)
     if cfg.value_layers:  # a table is gathered with its block
         unit += cfg.padded_vocab * cfg.kv_heads * cfg.head_size
     if cfg.remat not in ("block", "attention"):  # several blocks may be a unit
@@ -163,7 +163,7 @@ def backward_bytes(cfg, recomputed):
     """Bytes for a block's backward: gradients, and activations where they are computed again."""
     C, tokens = cfg.n_embd, cfg.rank_tokens
     tile = min(tokens, cfg.remat_tile or tokens)
-    wide = 2 * (2 * cfg.mlp_width + 2 * cfg.hidden)
+    wide = 2 * (2 * cfg.mlp_width + 2 * cfg.mlp_hidden)
     if not recomputed or cfg.remat == "selective":
         return tile * wide + tokens * 2 * 3 * C
     # attention: q, k, v before and after RoPE; x, y, norm_1(x), three gradients; dq, dk, dv,
@@ -171,7 +171,7 @@ def backward_bytes(cfg, recomputed):
     each = 6 if cfg.positions == "rope" else 4
     attention = each * cfg.qkv_width + 8 * cfg.attention_width + 8 * C
     # MLP: the pre-activation, its gradient and the activation's; x, y, norm_2(x), three gradients
-    return max(tokens * attention, tile * (wide - 2 * cfg.hidden) + tokens * 2 * 6 * C)
+    return max(tokens * attention, tile * (wide - 2 * cfg.mlp_hidden) + tokens * 2 * 6 * C)
 
 
 def blocks_again(cfg, n_layer):
@@ -188,7 +188,9 @@ def activation_bytes(cfg, recomputed):
     whole = cfg.n_layer - recomputed
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
-    each = whole * sum(kept(cfg, "none")) + recomputed * sum(kept(cfg, cfg.remat))
+    each = whole * sum(saved_activation_bytes(cfg, "none")) + recomputed * sum(
+        saved_activation_bytes(cfg, cfg.remat)
+    )
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
     if cfg.bigram_embedding:
@@ -196,7 +198,7 @@ def activation_bytes(cfg, recomputed):
     return cfg.rank_tokens * each
 
 
-def kept(cfg, remat):
+def saved_activation_bytes(cfg, remat):
     """[Bytes a token] of the tensors that a block keeps for its backward."""
     C, A, fp8 = cfg.n_embd, cfg.attention_width, cfg.precision == "fp8"
     if remat == "block":
@@ -217,10 +219,10 @@ def kept(cfg, remat):
     if remat == "selective":
         return [*sizes, C] if fp8 else sizes  # the MLP's input in bf16
     if fp8:  # the pre-activation, of relu2 its square alone, and the activation in 8 bits
-        return [*sizes, cfg.hidden if cfg.mlp == "relu2" else 2 * cfg.mlp_width, cfg.hidden]
+        return [*sizes, cfg.mlp_hidden if cfg.mlp == "relu2" else 2 * cfg.mlp_width, cfg.mlp_hidden]
     sizes.append(2 * cfg.mlp_width)  # the pre-activation
     if cfg.mlp == "gelu":
-        sizes.append(2 * cfg.hidden)
+        sizes.append(2 * cfg.mlp_hidden)
     return sizes
 
 
@@ -241,9 +243,9 @@ def on_host(cfg, ranks):
             power_of_two(weight * math.ceil(rows / shards) * width) for rows, width in shapes
         )
         parts = {"parameters": weights, "gradients": weights}
-        parts["optimizer"] = int(moment_bytes(cfg) * parameter_counts(cfg)[0] / shards)
+        parts["optimizer"] = int(moment_bytes(cfg) * total_and_block_parameters(cfg)[0] / shards)
     if cfg.remat_offload:
-        sizes = [cfg.rank_tokens * each for each in kept(cfg, cfg.remat)]
+        sizes = [cfg.rank_tokens * each for each in saved_activation_bytes(cfg, cfg.remat)]
         block = sum(size if size >= PINNED_EXACTLY else power_of_two(size) for size in sizes)
         parts["activations"] = block * len(blocks_again(cfg, cfg.n_layer))
     return parts
@@ -330,7 +332,7 @@ def describe(cfg, ranks, parameters=None, optimizer=None):
     parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
     one whose states are not known.
     """
-    counted, _ = parameter_counts(cfg)
+    counted, _ = total_and_block_parameters(cfg)
     parameters = parameters or counted
     if not moment_bytes(cfg):
         optimizer = optimizer or cfg.optimizer

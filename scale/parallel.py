@@ -194,7 +194,7 @@ def sync_gradients(model, on):
         model.calls = 0
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
-        for unit in model.kept:
+        for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
     yield
     if isinstance(model, DistributedDataParallel) and on and not model.calls:

@@ -8,6 +8,6 @@ def take_step(job, next_batch, lr):
     optim.set_learning_rate(job.state.optimizer, lr)
     totals = job.accumulate(next_batch)
     norm = job.clip(totals)
-    loss = totals[0] * job.rank_tokens / totals[1].clamp(min=1)
+    loss = totals[0] * job.rank_step_tokens / totals[1].clamp(min=1)
     job.update(totals, norm)
     return loss, norm

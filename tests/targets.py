@@ -112,7 +112,7 @@ def gather(weight):
     """What two ranks' FSDP2 does with a weight in 8 bits."""
     layer = torch.nn.Module()
     layer.w_amax = torch.zeros(())
-    rows = weight.as_subclass(fast.fp8.Rows)
+    rows = weight.as_subclass(fast.fp8.ShardIn8Bits)
     (rows8, amax), scale = rows.fsdp_pre_all_gather(None, None, None, layer, None)
     both = torch.cat([rows8, rows8]), torch.stack([amax, amax]).view(2)
     rows.fsdp_post_all_gather(both, scale, torch.bfloat16)

@@ -251,7 +251,7 @@ def test_parameter_counts_are_those_of_a_real_model(name):
         varied = dataclasses.replace(cfg, **changes)
         parameters = dict(models.on_meta(varied).named_parameters())
         block = sum(p.numel() for name, p in parameters.items() if name.startswith("blocks.0."))
-        assert memory.parameter_counts(varied) == (
+        assert memory.total_and_block_parameters(varied) == (
             sum(p.numel() for p in parameters.values()),
             block,
         )
@@ -267,7 +267,7 @@ def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
 
 def test_the_estimate_counts_the_gradients_in_ddps_buckets():
     cfg = recipe("gpt2_124m")
-    total = memory.parameter_counts(cfg)[0]
+    total = memory.total_and_block_parameters(cfg)[0]
     one, two = (
         dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2)
     )
@@ -284,7 +284,7 @@ def test_the_estimate_counts_muons_updates():
     words = ["gpt2_1558m", "--remat=block", "--batch_size=1"]
     adam, muon = (recipe(*words, f"--optimizer={name}") for name in ("adamw", "muon"))
     parts = memory.estimate(muon, 1)
-    block = memory.parameter_counts(muon)[1]
+    block = memory.total_and_block_parameters(muon)[1]
     assert parts["updates"] == 2 * muon.n_layer * block and "updates" not in memory.estimate(
         adam, 1
     )
@@ -298,7 +298,7 @@ def test_the_estimate_counts_muons_updates():
 
 def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
     cfg = recipe("gpt2_124m", "--ops=fused")
-    count = memory.parameter_counts(cfg)[0]
+    count = memory.total_and_block_parameters(cfg)[0]
     assert memory.describe(cfg, 1, count) == memory.describe(cfg, 1)
     assert re.search(r"about [\d.]+ GiB of a GPU in all$", memory.describe(cfg, 1))
     edited = memory.describe(cfg, 1, 2 * count)
@@ -718,7 +718,7 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
         Config(n_layer=12, parallel="fsdp", value_embeddings=3),
         Config(n_layer=12, parallel="fsdp"),
     ):
-        block = memory.parameter_counts(cfg)[1]
+        block = memory.total_and_block_parameters(cfg)[1]
         sizes = [
             sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks
         ]

@@ -20,7 +20,7 @@ import train
 from configurator import configure
 from corpus import tokenizer
 from corpus.chat import Dialogues
-from corpus.loader import DataError, Rows, TokenLoader
+from corpus.loader import DataError, FolderRows, TokenLoader
 from corpus.shards import Shards, mask_path, verify
 from run import build, trained
 from scale import parallel
@@ -251,7 +251,7 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tm
         return sorted(pairs[a:b] for a, b in zip(at, at[1:]))
 
     assert documents(tmp_path / "d") == documents(data[0])
-    shift = lambda folder: Rows(Shards(folder, "train"), 1, 256, 1, False).shift
+    shift = lambda folder: FolderRows(Shards(folder, "train"), 1, 256, 1, False).shift
     assert shift(tmp_path / "d") == 0 and shift(data[0]) == 98  # rows that were packed stay whole
 
 

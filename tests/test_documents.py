@@ -109,7 +109,7 @@ def way(request, monkeypatch):
 
 def found(idx):
     there = documents.Documents(EOT)
-    there.find(idx)
+    there.find_bounds(idx)
     return there
 
 
@@ -267,7 +267,7 @@ def test_varlen_on_a_gpu(dtype, kv_heads, D, B, T, compiled):
     varlen = lambda *qkv: compute(*qkv, there.bounds, there.longest.size(0))
     masked = lambda *qkv: apart(there, *qkv)
     for share in (0.01, 0.05):
-        there.find(rows(B, T, share=share).cuda())
+        there.find_bounds(rows(B, T, share=share).cuda())
         low = with_gradients(varlen, qkv, dy)
         exact = with_gradients(masked, [x.float() for x in qkv], dy)
         for got, expected in zip(low, exact):

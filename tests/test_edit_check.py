@@ -19,13 +19,16 @@ def edits(tmp_path):
     def found(old, new):
         assert TEXT.count(old) == 1
         (tmp_path / "kernels.py").write_text(TEXT.replace(old, new))
-        return edit_check.edits(tmp_path / "kernels.py")
+        return edit_check.edited_definitions(tmp_path / "kernels.py")
 
     return found
 
 
 def test_the_copy_is_that_of_kernels():
-    assert edit_check.edits(ROOT / "kernels.py") == {} == forms.edits and forms.divisible
+    assert (
+        edit_check.edited_definitions(ROOT / "kernels.py") == {} == forms.edits
+        and forms.loss_in_chunks
+    )
     operations = {name.partition(".")[0] for name in forms.FORMS}
     copied = set(edit_check.parsed(edit_check.COPY))
     assert operations | {"gelu", "relu2", "swiglu", "plain_cross_entropy", "cap"} == copied
@@ -82,9 +85,9 @@ def test_another_text_is_an_edit_of_all_that_calls_it(edits, old, new, names):
 def test_a_loss_of_all_tokens_is_not_computed_in_chunks():
     """An edit that divides by the number of tokens differs in parts; one of each token does not."""
     plain = inspect.unwrap(kernels.plain_loss)
-    assert chunks.divisible(plain)
-    assert chunks.divisible(lambda *arguments: 2 * plain(*arguments))
-    assert chunks.divisible(lambda x, *more: plain(F.dropout(x, 0.5), *more))
-    assert not chunks.divisible(lambda x, *more: plain(x, *more) / len(x))
-    assert not chunks.divisible(lambda x, *more: plain(x - x.mean(0), *more))
-    assert not chunks.divisible(lambda x, *more: x.view(3, 5, 7))
+    assert chunks.sums_over_chunks(plain)
+    assert chunks.sums_over_chunks(lambda *arguments: 2 * plain(*arguments))
+    assert chunks.sums_over_chunks(lambda x, *more: plain(F.dropout(x, 0.5), *more))
+    assert not chunks.sums_over_chunks(lambda x, *more: plain(x, *more) / len(x))
+    assert not chunks.sums_over_chunks(lambda x, *more: plain(x - x.mean(0), *more))
+    assert not chunks.sums_over_chunks(lambda x, *more: x.view(3, 5, 7))

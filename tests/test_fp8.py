@@ -274,7 +274,7 @@ def test_only_tracked_layers_are_gathered_in_8_bits():
     weights = {
         name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()
     }
-    found = {name for name, weight in weights.items() if isinstance(weight, fp8.Rows)}
+    found = {name for name, weight in weights.items() if isinstance(weight, fp8.ShardIn8Bits)}
     assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
@@ -287,10 +287,12 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
     for _ in range(2):  # the second time in place
         w = randn(each * ranks, K, std=0.02, dtype=dtype)
         w[-each:] *= 50
-        shards = [part.clone().as_subclass(fp8.Rows) for part in w.split(each)]
+        shards = [part.clone().as_subclass(fp8.ShardIn8Bits) for part in w.split(each)]
         parts = [shard.fsdp_pre_all_gather(*[None] * 3, layer, None) for shard in shards]
         gathered = [torch.cat(tensors) for tensors in zip(*(part[0] for part in parts))]
-        result = fp8.Rows.fsdp_post_all_gather(None, gathered, parts[0][1], torch.bfloat16, out=out)
+        result = fp8.ShardIn8Bits.fsdp_post_all_gather(
+            None, gathered, parts[0][1], torch.bfloat16, out=out
+        )
         assert (result is None) == (out is not None)
         out, rows8 = out if result is None else result[0], gathered[0]
         assert (

@@ -13,7 +13,7 @@ from compare import CPU, LLAMA, small
 
 import model as models
 from model import build
-from run.flops import parameter_counts
+from run.flops import total_and_matmul_parameters
 from settings import GPTConfig
 from system.errors import UserError
 
@@ -239,7 +239,7 @@ def test_padding_rows_have_no_effect(tied, softcap):
 @pytest.mark.parametrize("n_layer, n_head, n_embd, more, expected", SIZES)
 def test_sizes_as_published(n_layer, n_head, n_embd, more, expected):
     cfg = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, **more)
-    total, matmul = parameter_counts(build(cfg, META))
+    total, matmul = total_and_matmul_parameters(build(cfg, META))
     assert total == expected
     if more:  # norms and, since a tied table is the head, an untied one multiply no matrix
         assert total == matmul + (2 * n_layer + 1 + (0 if cfg.tie_embeddings else 128_256)) * n_embd

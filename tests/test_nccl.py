@@ -57,13 +57,13 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 def proof_in_rank(words):
-    """`check_edits` on a narrow model of all layers, whose GEMMs are not in TF32."""
+    """`check_mixing` on a narrow model of all layers, whose GEMMs are not in TF32."""
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)
     group = torch.distributed.group.WORLD
     model = SimpleNamespace(context_ranks=context_parallel.ContextRanks(group, world.rank, 2))
-    context_parallel.check_edits(model, cfg, world, autocast(cfg.precision, world.device))
+    context_parallel.check_mixing(model, cfg, world, autocast(cfg.precision, world.device))
     return torch.get_float32_matmul_precision()
 
 

@@ -184,7 +184,7 @@ def kept_in_rank(words, limits):
     memory.UNIT_MIB = 0  # a block a unit
     fsdp.room = lambda *_: limits["ROOM"]
     job = job_in_rank(words)[1]
-    return job.rows, len(job.state.model.kept)
+    return job.rows, len(job.state.model.unsharded_units)
 
 
 @pytest.mark.parametrize("room, blocks", [(0, 0), (150_000, 1), (10**6, 2)])
