@@ -261,38 +261,7 @@ def load(name, vocab_size=None):
 
     Raises UserError.
     """
-    path = file_of(name)
-    if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        special = {"<|endoftext|>": 256}
-        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
-        tokenizer.known = range(256)  # the separator has no text
-    elif built_in(name):
-        with as_user_error(
-            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
-            "cache, or give a tokenizer.json"
-        ):
-            tokenizer = Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
-    elif path and path.is_file():
-        data = path.read_bytes()
-        if path.suffix == ".model":
-            tokenizer = llama3(name, data)
-        else:
-            tokenizer = HuggingFace(name, data, path.parent)
-        tokenizer.folder = path.parent
-    else:
-        others = [other for other in VOCABULARIES if Path(name, other).is_file()]
-        if others:
-            raise UserError(
-                f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by "
-                f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
-            )
-        raise UserError(
-            f"tokenizer={name}: no such file or encoding; expected bytes, "
-            f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
-            "tokenizer.json, of that file, or of Llama 3's tokenizer.model"
-        )
+    tokenizer = read(name)
     tokenizer.embedded = vocab_size or tokenizer.vocab_size
     if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
         raise UserError(
@@ -300,6 +269,43 @@ def load(name, vocab_size=None):
             "give the tokenizer that it was trained with"
         )
     return tokenizer
+
+
+def read(name):
+    """As `load`, for a model of any size."""
+    path = file_of(name)
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        special = {"<|endoftext|>": 256}
+        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
+        tokenizer.known = range(256)  # the separator has no text
+        return tokenizer
+    if built_in(name):
+        with as_user_error(
+            f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
+            "cache, or give a tokenizer.json"
+        ):
+            return Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
+    if path and path.is_file():
+        data = path.read_bytes()
+        if path.suffix == ".model":
+            tokenizer = llama3(name, data)
+        else:
+            tokenizer = HuggingFace(name, data, path.parent)
+        tokenizer.folder = path.parent
+        return tokenizer
+    others = [other for other in VOCABULARIES if Path(name, other).is_file()]
+    if others:
+        raise UserError(
+            f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by "
+            f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
+        )
+    raise UserError(
+        f"tokenizer={name}: no such file or encoding; expected bytes, "
+        f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
+        "tokenizer.json, of that file, or of Llama 3's tokenizer.model"
+    )
 
 
 def fits(vocab_size, token_bytes, eot):

@@ -213,31 +213,37 @@ def choose_checkpoint(out_dir, resume, overwrite, dry_run):
     if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # a process that torchrun started again must not remove what the one before it saved
         return found
+    wrong = what_is_in_the_way(out_dir, resume, newest, found)
+    if wrong:
+        raise UserError(f"out_dir={out_dir} {wrong}")
+    return found
+
+
+def what_is_in_the_way(out_dir, resume, newest, found):
+    """Why a run that resumes from `found`, None: that is new, must not write to out_dir, or None.
+
+    newest: the last checkpoint there, or None.
+    """
     log = out_dir / "log.jsonl"
     if log.is_symlink() or log.exists() and not log.is_file():
         raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
     text = log.read_text(errors="replace") if log.exists() else ""
-    used = newest or '"kind": "train"' in text
     there = [name for name in WRITTEN if (out_dir / name).exists()]
-    wrong = None
     if there and '"kind": ' not in text and not (out_dir / "source.json").exists():
-        wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
-    elif resume == "auto":  # a run that was killed before its first checkpoint begins again
-        if not found and '"kind": "saved"' in text:
-            wrong = (
-                "has a log that names checkpoints, and holds none; "
-                "bring one back or give another out_dir"
-            )
-    elif used and not found:
-        wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
-    elif used and found.resolve().parent != out_dir.resolve():
-        wrong = (
-            f"holds another run than {found}; "
-            "try another --out_dir, or --resume=auto for the run there"
-        )
+        return f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
+    if resume == "auto":  # a run that was killed before its first checkpoint begins again
+        if found or '"kind": "saved"' not in text:
+            return None
+        advice = "bring one back or give another out_dir"
+        return f"has a log that names checkpoints, and holds none; {advice}"
+    if not newest and '"kind": "train"' not in text:
+        return None
+    if not found:
+        return "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
+    if found.resolve().parent != out_dir.resolve():
+        advice = "try another --out_dir, or --resume=auto for the run there"
+        return f"holds another run than {found}; {advice}"
     # where resume is a run's folder, the newer ones are damaged
-    elif newest and newest.name > found.name and found == Path(resume):
-        wrong = f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
-    if wrong:
-        raise UserError(f"out_dir={out_dir} {wrong}")
-    return found
+    if newest and newest.name > found.name and found == Path(resume):
+        return f"holds {newest.name}, beyond {found}; remove it first, or give another --out_dir"
+    return None

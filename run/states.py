@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch.distributed import tensor as distributed
@@ -301,6 +302,23 @@ def fingerprint(value):
     return repr(tree_map_only(torch.Tensor, of_tensor, value))
 
 
+@dataclass
+class RankValues:
+    """What one rank is to save: JSON, the shapes of tensors by rows, digests of its own tensors."""
+
+    packed: object
+    rows: dict
+    digests: dict
+
+
+def of_all_ranks(own):
+    """The RankValues of each rank, or one of them where all are the same."""
+    digest = hashlib.sha256(json.dumps(vars(own)).encode()).digest()
+    if len(set(parallel.gather_objects(digest))) == 1:
+        return [own]
+    return parallel.gather_objects(own)
+
+
 def shared_and_own(packed, packer, model):
     """What was packed, as JSON of values.json, tensors that all ranks have, and this rank's own.
 
@@ -312,20 +330,19 @@ def shared_and_own(packed, packer, model):
     digests = {}
     if ranks > 1:
         digests = {name: fingerprint(t) for name, t in packer.others.items()}
-    own = (packed, rows, digests)
-    of_ranks = [own]  # where all are the same
-    if len({*parallel.gather_objects(hashlib.sha256(json.dumps(own).encode()).digest())}) > 1:
-        of_ranks = parallel.gather_objects(own)
-    for other, (_, theirs, _) in enumerate(of_ranks):
-        for name, _ in sorted(theirs.items() ^ rows.items()):
-            words = f"{name} is {rows.get(name)} on rank {rank}, {theirs.get(name)} on rank {other}"
-            raise CheckpointError(words)
-    trees = [tree for tree, _, _ in of_ranks]
+    of_ranks = of_all_ranks(RankValues(packed, rows, digests))
+    for other, values in enumerate(of_ranks):
+        for name, _ in sorted(values.rows.items() ^ rows.items()):
+            here = f"{name} is {rows.get(name)} on rank {rank}"
+            raise CheckpointError(f"{here}, {values.rows.get(name)} on rank {other}")
+    trees = [values.packed for values in of_ranks]
     if trees.count(packed) == len(trees):
         trees = [packed]
-    digests = [found for _, _, found in of_ranks]
-    names = sorted(set().union(*digests))
-    differ = [name for name in names if len({found.get(name) for found in digests}) > 1]
+    names = set().union(*(values.digests for values in of_ranks))
+    differ = []
+    for name in sorted(names):
+        if len({values.digests.get(name) for values in of_ranks}) > 1:
+            differ.append(name)
     alone = {name: packer.others.pop(name) for name in differ if name in packer.others}
     saved = {"ranks": ranks, "shards": shards_of(model), "trees": trees, "of_each_rank": differ}
     return saved, packer.by_rows | packer.others, alone
@@ -370,8 +387,6 @@ class Unpacker:
 
     def unpack(self, node, like=None, there=None):
         """The value of a node of JSON.
-
-        like: the parameter that it belongs to; there: what is in its place, to be filled.
 
         like: the parameter that it belongs to; there: what is in its place, to be filled.
         """
