@@ -51,7 +51,7 @@ def remember(core, interpreter):
     shapes, dtypes, dtype_of = {}, {}, interpreter._get_np_dtype
 
     def init(tensor, handle, type):
-        shape = type.shape if type.is_block() else ()
+        shape = tuple(type.shape) if type.is_block() else ()
         if shape not in shapes:
             sizes = core.tuple([core.constexpr(size) for size in shape])
             shapes[shape] = core.constexpr(math.prod(shape)), sizes
