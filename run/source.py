@@ -47,6 +47,8 @@ def check():
             name = Path(path).relative_to(HERE)
             names |= {name.as_posix(), name.with_suffix(".cu").as_posix()}
     loaded = names - _imported
+    if not loaded:
+        return
     _imported.update(loaded)
     now = digests()
     if edited := sorted(name for name in loaded if now.get(name) != BEGAN.get(name)):

@@ -182,6 +182,8 @@ def serve():
     sys.stdout.reconfigure(line_buffering=True)  # what a killed rank has printed is kept
     sys.path[:0] = [str(ROOT)]  # beside tests/, where this script lies
     names = "torch._dynamo torch._inductor.compile_fx torch.distributed.fsdp train pytest"
+    # what a run imports as it is built, and tests do, and what starts no thread
+    names += " scale.activation_checkpointing scale.ddp scale.documents scale.fsdp compare"
     for module in names.split():
         importlib.import_module(module)
     sys.modules["run.source"].check()  # an edit after this concerns no rank

@@ -3,14 +3,13 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
+import ranks
 import torch
 from conftest import ROOT, flags, read_log
-from ranks import environment
 
+from experiments import inside
 from scale.shards import local
 
 TEXT = (ROOT / "docs/experiment.md").read_text()
@@ -37,14 +36,11 @@ def replaced(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-def run(folder, words, ranks=0):
-    launcher = []
-    if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *launcher, "train.py", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(folder, words):
+    """`python train.py words` of the sources in a folder -> what it prints."""
+    ((code, error, said),) = ranks.call(0, inside.begun, folder, words, timeout=300)
+    assert code == 0, error
+    return said
 
 
 @pytest.mark.slow
@@ -60,7 +56,7 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
     command = re.search(r"python train.py (config/test.py .*--out_dir=out/reverse)", TEXT)[
         1
     ].split()
-    command += ["--n_layer=2", "--device=cpu", "--log_interval=100", "--save_interval=300"]
+    command += ["--n_layer=2", "--device=cpu", "--log_interval=100", "--save_interval=400"]
     out = run(code, command)
     assert "batches of Reverse" in out
     log = read_log(code / "out/reverse")
@@ -73,7 +69,7 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
         for line in read_log(code / "out/reverse")
         if line["kind"] == "train"
     }
-    assert again == losses  # the later lines of steps 301 to 600
+    assert again == losses  # the later lines of steps 401 to 600
 
 
 def test_multiple_choice_from_a_file(tmp_path, data_dir):

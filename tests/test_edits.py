@@ -51,7 +51,7 @@ SHAPE = dict(
     n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, batch_size=2, clip=None, compile=GPU
 )
 SHAPE |= dict(n_embd=256, block_size=128) if GPU else dict(n_embd=64, block_size=8)
-TILE = 64 if GPU else 16
+TILE = 64 if GPU else 8
 GROUPED = dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
 two_ranks = pytest.mark.skipif(
     GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"

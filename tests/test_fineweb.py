@@ -1,6 +1,7 @@
 """fineweb.py and corpus/writer.py: shards against a plain rebuild, kills and other faults."""
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -43,6 +44,18 @@ def hub_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
         patch.setenv("HF_DATASETS_CACHE", str(datasets.config.HF_DATASETS_CACHE))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpt2_once():
+    """GPT-2's encoder, whose vocabulary takes half a second, is built once for all runs here."""
+    load = tokenizer.load
+    once = functools.cache(load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tokenizer, "load", lambda name, *size: (once if name == "gpt2" else load)(name, *size)
+        )
         yield
 
 
@@ -268,8 +281,7 @@ def test_the_command_at_the_end_is_taken_for_every_size(cfg):
                 assert run.eval_interval == 0 or held_out > run.block_size, (tokens, words)
 
 
-@pytest.mark.parametrize("size", [40, 300, 5000])
-@pytest.mark.parametrize("tokens", ["bytes", "chars"])
+@pytest.mark.parametrize("tokens, size", [("bytes", 40), ("bytes", 300), ("chars", 5000)])
 def test_the_command_at_the_end_runs_for_a_small_text(tmp_path, size, tokens):
     path = tmp_path / "input.txt"
     path.write_text((STDLIB / "this.py").read_text()[:size].ljust(size, "x"))

@@ -197,7 +197,7 @@ def train_told_in_evaluation(words, part, at_rank):
 @pytest.mark.fault(27, 56)
 def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_path, part, number):
     examples = [
-        dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)
+        dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(24)
     ]
     (tmp_path / "hellaswag").write_text("\n".join(map(json.dumps, examples)))
     settings = dict(max_steps=6, eval_interval=4, save_interval=4, hellaswag_interval=4)
