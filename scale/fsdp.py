@@ -42,6 +42,8 @@ def shard(model, cfg, world, analysis=None):
     units = units_of_blocks(model.blocks, apart=not runs_once)
     if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
         units = [[model.wte], [model.head], *units]
+    if cfg.bigram_embedding:
+        units = [[model.bigrams], *units]
     # keep_gathered takes the first: nothing is computed beside the gathers of embedding and head;
     # a unit is named by its first module
     model.unit_bytes = [(modules[0], gathered_bytes(modules)) for modules in units]
