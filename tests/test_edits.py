@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from compare import DEVICE, GPU, LLAMA, error, repeated, runs_kernels, slow
 from conftest import ROOT, compile_to_graphs, stand_in_for_cublas
 from stepping import take_step
+from torch._dynamo import external_utils, symbolic_convert
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")
 import kernels
@@ -356,10 +357,18 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
             stand_in_for_cublas(patch.setattr)
         if cfg.compile:
             torch._dynamo.reset()
+            forget_modules()
         job = train.Training(cfg, world, eot=SEPARATOR)
         if edit or shape_of:  # else the usual initial weights
             draw(job.state.model)
         return train_and_evaluate(job, cfg, world)
+
+
+def forget_modules():
+    """Dynamo keeps a module by its name, and another one has come in its place."""
+    symbolic_convert._import_module.cache_clear()
+    for name in [name for name in vars(external_utils) if name.startswith("__import_")]:
+        delattr(external_utils, name)
 
 
 def train_and_evaluate(job, cfg, world):
