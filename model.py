@@ -209,7 +209,8 @@ class Attention(nn.Module):
         self.rope, self.values = rope, Unchanged()
         if layer in cfg.value_layers:
             self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_size)
-        # the backward needs v, but q and k only as RoPE leaves them, unless they are normed first
+        # q, k and v are views of one tensor, which a copy of v lets be freed where nothing else
+        # needs it: RoPE makes other q and k, but the backward of their norms needs those before
         q_and_k_change = cfg.positions == "rope" and not cfg.qk_norm
         self.separate_v = q_and_k_change and layer not in cfg.value_layers
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()

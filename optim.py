@@ -26,8 +26,8 @@ def param_groups(model, cfg):
     """Which optimizer, peak rate and decay each parameter has (docs/experiment.md).
 
     A group: params; optimizer, a name that `build` knows; lr, the peak rate; weight_decay; kind,
-    its name in the start-up summary. With AdamW matrices decay, and embeddings and heads unless
-    they have a rate of their own; with Muon its matrices.
+    its name in the start-up summary. Decay: with AdamW of matrices, and of embedding or head where
+    lr_embedding or lr_head is None; with Muon of the matrices that it updates; of vectors never.
     """
     muon = cfg.optimizer == "muon"
     beside = "adamw" if muon else cfg.optimizer  # for what is no matrix of a block
@@ -196,9 +196,9 @@ def clip_gradients(model, limit, factor=None):
 
 
 def norms(tensors):
-    """float32 norms of tensors on one device, on the CPU of each of their rows.
+    """float32 norms: one of each tensor, on the CPU one of each row of each tensor.
 
-    There torch._foreach_norm uses one thread, and its sum of 400M squares is 7% too small.
+    On the CPU torch._foreach_norm uses one thread, and its sum of 400M squares is 7% too small.
     """
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
@@ -224,7 +224,10 @@ def batch_tokens(share, cfg):
 
 
 def plan(cfg, step=0, tokens=0):
-    """(steps, tokens) of a run at its end, if it has done so many; not with max_seconds."""
+    """(steps, tokens) at the end of a run that has done `step` and `tokens` of them so far.
+
+    Not for max_seconds.
+    """
     for batch, until in cfg.stages:
         if cfg.max_tokens is None:
             left = until * cfg.max_steps - step

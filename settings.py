@@ -264,9 +264,22 @@ class Config(GPTConfig):
         """Tokens in a micro-step, all ranks together."""
         return self.batch_size * self.block_size * (ranks // self.context_parallel)
 
+    def micro_rows(self, ranks, tokens):
+        """Rows of a rank's micro-batch in a step of so many tokens: batch_size, or all it has."""
+        rows = tokens // (self.block_size * (ranks // self.context_parallel))
+        return min(self.batch_size, rows)
+
     def micro_steps(self, ranks, tokens=None):
         """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
         return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
+
+    def loader_rows(self, ranks):
+        """Rows of a batch of the loader: of a micro-batch in the smallest step."""
+        return self.micro_rows(ranks, self.stages[0][0])
+
+    def loader_batches(self, ranks, tokens):
+        """How many batches of the loader are one micro-batch in a step of so many tokens."""
+        return self.micro_rows(ranks, tokens) // self.loader_rows(ranks)
 
     @property
     def stages(self):
@@ -534,14 +547,30 @@ def shape_conflicts(cfg, ranks):
         found.append(
             f"one of n_kv_head={cfg.kv_heads} and context_parallel={N} must divide the other"
         )
-    micro = cfg.micro_tokens(ranks)
-    product = (
-        f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}*{ranks // N} = {micro}"
-    )
+    return found + not_divisible(cfg, ranks)
+
+
+def not_divisible(cfg, ranks):
+    """Stages of the batch that are no whole number of micro-batches, one line each."""
+    found = []
+    N = cfg.context_parallel
+    whole = cfg.micro_tokens(ranks)
+    row = cfg.block_size * (ranks // N)
+    least = row * max(1, cfg.loader_rows(ranks))
     for tokens, _ in cfg.stages:
-        if tokens % micro:
-            name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
-            fewer = tokens // micro * micro
-            nearest = f"{fewer} or {fewer + micro}" if fewer else micro
-            found.append(f"{name}={tokens} is not divisible by {product}; nearest: {nearest}")
+        name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
+        unit, product = whole, f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}"
+        if tokens < whole and name == "batch_schedule":  # a micro-batch of fewer rows
+            unit, product = row, f"block_size*ranks = {cfg.block_size}"
+        if tokens % unit:
+            fewer = tokens // unit * unit
+            nearest = f"{fewer} or {fewer + unit}" if fewer else unit
+            by = f"{product}*{ranks // N} = {unit}"
+            found.append(f"{name}={tokens} is not divisible by {by}; nearest: {nearest}")
+        elif min(tokens, whole) % least:
+            what = f"a micro-batch of {min(tokens, whole)} tokens, of batch_tokens or batch_size"
+            found.append(
+                f"batch_schedule={cfg.batch_schedule}: {what}, is no multiple of the first one's "
+                f"{least}"
+            )
     return found

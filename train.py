@@ -80,7 +80,8 @@ class Training:
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
-        self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
+        # micro-steps in the next step, and the loader's batches in each; the loop sets them
+        self.accumulation, self.joined = cfg.micro_steps(world.size), 1
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
@@ -94,16 +95,17 @@ class Training:
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
-        # of the largest batch's tokens, also in a graph: `clip` puts in the number of targets
-        share = loss * (count / self.rank_step_tokens)
-        self.state.scaler.scale(share).backward()
-        return self.figures.sums(share, count, extras)
+        # A step's targets are counted after its last micro-step. Until then the sum is divided by a
+        # constant, which a captured graph can hold; `clip` puts in the number of targets.
+        part = loss * (count / self.rank_step_tokens)
+        self.state.scaler.scale(part).backward()
+        return self.figures.sums(part, count, extras)
 
     def accumulate(self, next_batch):
         """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
-            x, y = next_batch()
+            x, y = joined([next_batch() for _ in range(self.joined)])
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
             batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
             last = micro == self.accumulation - 1
@@ -138,8 +140,13 @@ class Training:
         state.step += 1
 
 
+def joined(batches):
+    """(x, y) of the rows of all of them."""
+    return batches[0] if len(batches) == 1 else [torch.cat(parts) for parts in zip(*batches)]
+
+
 def main(cfg):
-    source.check()  # the imports have read what it noted
+    source.check()  # that no file was edited while this process imported it
     world = parallel.join(cfg)
     with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
         train(cfg, world, watch)
@@ -220,7 +227,9 @@ def train(cfg, world, watch):
         began = parallel.Moment(world.device)
         lr = optim.learning_rate(state.step, share, cfg)
         optim.set_learning_rate(state.optimizer, lr)
-        training.accumulation = cfg.micro_steps(world.size, optim.batch_tokens(share, cfg))
+        tokens = optim.batch_tokens(share, cfg)
+        training.accumulation = cfg.micro_steps(world.size, tokens)
+        training.joined = cfg.loader_batches(world.size, tokens)
         totals = training.accumulate(loader.next)
         norm = training.clip(totals)
         with norms.around_update(state.step + 1):

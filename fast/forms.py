@@ -87,12 +87,12 @@ def fused(name, x, *layers, computes=(), unless=None, inner=0):
     other operations its plain text calls.
     """
     if counting is None:
-        return obstacle(x.device.type, computed_in(x), layers, computes, unless) is None
-    counting.note(name, obstacle(*counting.where, layers, computes, unless), inner)
+        return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
+    counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
     return False
 
 
-def obstacle(device_type, dtype, layers, computes, unless):
+def why_not_fused(device_type, dtype, layers, computes, unless):
     """Why a call on this device in this dtype runs in plain PyTorch; None where it does not."""
     for definition in computes:
         if definition in edits:

@@ -132,12 +132,12 @@ def welch_and_paired(group, other):
         b = other.figures[key]
         if np.isnan([*a, *b]).any():
             continue
-        interval = confidence_interval(a.mean() - b.mean(), *welch(a, b))
+        interval = interval_and_verdict(a.mean() - b.mean(), *welch(a, b))
         found.append(f"{figure:<13}{'Welch':<16}{interval}")
         same_rows = group.rows == other.rows and len(group.rows) == 1 and None not in group.rows
         if same_rows and sorted(group.seeds) == sorted(other.seeds):
             pairs = a - b[[other.seeds.index(seed) for seed in group.seeds]]
-            interval = confidence_interval(pairs.mean(), *welch(pairs))
+            interval = interval_and_verdict(pairs.mean(), *welch(pairs))
             found.append(f"{figure:<13}{'paired by seed':<16}{interval}")
     return found
 
@@ -154,7 +154,7 @@ def welch(*samples):
     return math.sqrt(sum(parts)), sum(parts) ** 2 / rest if rest else 1.0
 
 
-def confidence_interval(difference, error, freedom):
+def interval_and_verdict(difference, error, freedom):
     """A difference with its interval, in words."""
     if math.isnan(error):
         return f"{difference:+.4f}  not established: one seed on a side"

@@ -42,8 +42,15 @@ def settings(cfg):
 def data(cfg, loader, val_loaders):
     """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
 
-    val_loaders: (share, loader) of each folder.
+    Also for a loader whose batches do not suit batch_schedule. val_loaders: (share, loader) of each
+    folder.
     """
+    ranks = parallel.rank_and_size()[1]
+    rows = cfg.loader_rows(ranks)
+    if rows < cfg.batch_size and getattr(loader, "B", None) != rows:
+        what = f"batch_schedule={cfg.batch_schedule} has steps of {rows} rows a rank"
+        why = f"which only a loader with batches of B={rows} rows gives; try --batch_size={rows}"
+        raise UserError(f"{what}, {why}")
     loaders = [loader, *(val_loader for _, val_loader in val_loaders)]
     found = [getattr(loader, "fingerprint", None) for loader in loaders]
     own = f"data_dir={cfg.data_dir} whose splits have the fingerprints {', '.join(map(str, found))}"

@@ -93,7 +93,8 @@ def make_loader(cfg, world):
         shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens
     )
     order["allow_data_change"] = cfg.allow_data_change
-    return TokenLoader(cfg.data_dir, "train", **order, **for_rank(cfg, world))
+    shape = for_rank(cfg, world) | dict(B=cfg.loader_rows(world.size))
+    return TokenLoader(cfg.data_dir, "train", **order, **shape)
 
 
 def validation_loaders(cfg, world):
@@ -326,7 +327,10 @@ def describe(cfg, training, start):
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     if cfg.batch_schedule:
-        stages = [f"{batch:,} up to {until:.0%} of the run" for batch, until in cfg.stages[:-1]]
+        stages = []
+        for batch, until in cfg.stages[:-1]:
+            micro = f"{cfg.micro_rows(world.size, batch)} rows a micro-batch"
+            stages.append(f"{batch:,} in {micro} up to {until:.0%} of the run")
         rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
     rows.append(("run", length))
     if steps and cfg.warmup_steps >= steps and not cfg.dry_run:

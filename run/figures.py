@@ -19,21 +19,21 @@ class Figures:
         self.batch_tokens, self.ranks = batch_tokens, ranks
         self.names, self.compared = None, False
 
-    def sums(self, share, count, extras):
+    def sums(self, part, count, extras):
         """The sums of a micro-step.
 
-        share: loss * count / the tokens that this rank reads in a step.
+        part: loss * count / the tokens that this rank reads in a step.
         """
         names = sorted(extras)
         if self.names is None:
             self.names = names
         if names != self.names:
             raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
-        count = scalar("count", count, share.device)
-        share = torch.where(count > 0, share.detach(), 0.0)  # the mean of no target may be NaN
-        sums = [share, count]
+        count = scalar("count", count, part.device)
+        part = torch.where(count > 0, part.detach(), 0.0)  # the mean of no target may be NaN
+        sums = [part, count]
         for name in names:
-            value = scalar(name, extras[name], share.device) * count
+            value = scalar(name, extras[name], part.device) * count
             sums.append(torch.where(count > 0, value, 0.0))
         return sums
 

@@ -311,9 +311,9 @@ class Logger:
         self._log_line(launched, loss, norm, extras)
         self._warn_of_days(step)
         if not math.isfinite(loss):
-            self._skip_or_refuse(step, "loss", loss)
+            self._count_skipped_or_refuse(step, "loss", loss)
         elif self.max_skipped is not None and not math.isfinite(norm):
-            self._skip_or_refuse(step, "gradient norm", norm)
+            self._count_skipped_or_refuse(step, "gradient norm", norm)
         else:
             self.skipped_in_a_row = 0
         if math.isfinite(loss):
@@ -404,7 +404,7 @@ class Logger:
             )
             self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}")
 
-    def _skip_or_refuse(self, step, name, value):
+    def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.
 
         Too many in a row are refused.

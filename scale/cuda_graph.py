@@ -36,7 +36,8 @@ def choose(cfg, world, micro_step, model):
     if never:
         return None, [("cuda graph", f"no ({never[0]})")]
     graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
-    launched, total = graph.trial(cfg)
+    rows = cfg.loader_rows(world.size)  # of the smallest micro-batch
+    launched, total = graph.trial((rows, cfg.block_size), cfg.vocab_size)
     model.zero_grad()
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
@@ -62,7 +63,7 @@ class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
     A step's first micro-step, which finds no gradients, writes them. The others add to them, by a
-    graph of their own.
+    graph of their own. A step whose batches have another shape than those before begins anew.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
@@ -77,7 +78,7 @@ class GraphedMicroStep:
         self.captured = {}  # {whether it is a step's first micro-step: Captured}
 
     def __call__(self, x, y, positions=None, average=True):
-        """The micro-step's sums, a list of tensors. x, y: (B, T), always of one shape.
+        """The micro-step's sums, a list of tensors. x, y: (B, T), in a step of one shape.
 
         average: it is the step's last micro-step, which averages the gradients over the ranks.
         """
@@ -85,34 +86,38 @@ class GraphedMicroStep:
             raise UserError(
                 "cuda_graph=True replays positions 0 to T - 1; with others leave it out"
             )
-        if self.batch is None:
-            self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
+        first = all(p.grad is None for p in self.parameters)  # of a step
+        if first:
+            self.begin_step(x, y)
         for own, given in zip(self.batch, (x, y), strict=True):
             if own.shape != given.shape:
                 shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
-                raise UserError(
-                    f"cuda_graph=True needs batches of one shape, not {shapes}; leave it out"
-                )
+                what = f"cuda_graph=True needs batches of one shape in a step, not {shapes}"
+                raise UserError(f"{what}; leave it out")
             own.copy_(given, non_blocking=True)
-        first = all(p.grad is None for p in self.parameters)  # of a step
-        self.steps += first
         sums = self.launch() if self.steps <= EAGER_STEPS else self.replay(first)
         if average and dist.is_initialized():
             self.average()
         return [total.clone() for total in sums]  # the next replay overwrites them
 
-    def trial(self, cfg):
+    def begin_step(self, x, y):
+        if self.batch is None or self.batch[0].shape != x.shape:
+            self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
+            self.steps = 0
+            if self.captured:
+                self.captured = {}
+                torch.cuda.empty_cache()  # the graphs' memory
+        self.steps += 1
+
+    def trial(self, shape, vocab_size):
         """(seconds in which the host launches a micro-step, seconds that it takes), as timed.
 
-        They are medians over consecutive micro-steps: where other processes start beside it, single
-        ones took seconds. The first is 0 for a micro-step that waits for the GPU. The random state
-        stays as it was.
+        shape: (B, T) of a batch. They are medians over consecutive micro-steps: where other
+        processes start beside it, single ones took seconds. The first is 0 for a micro-step that
+        waits for the GPU. The random state stays as it was.
         """
-        shape = cfg.batch_size, cfg.block_size
         with torch.random.fork_rng([self.device]):
-            self.batch = [
-                torch.randint(cfg.vocab_size, shape, device=self.device) for _ in range(2)
-            ]
+            self.batch = [torch.randint(vocab_size, shape, device=self.device) for _ in range(2)]
             for _ in range(EAGER_STEPS):
                 self.launch()
             waited = waits(self.launch)

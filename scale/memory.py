@@ -9,6 +9,7 @@ import dataclasses
 import math
 
 import fast
+from settings import not_divisible
 from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
@@ -281,10 +282,9 @@ def choose_batch(cfg, ranks, free):
 
     free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
-    # a micro-batch divides each stage's step
-    tokens = math.gcd(*(tokens for tokens, _ in cfg.stages))
-    rows = tokens // (cfg.block_size * (ranks // cfg.context_parallel))
+    rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
     choices = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
+    choices = [choice for choice in choices if not not_divisible(choice, ranks)]
     which = f"the largest divisor of a rank's {rows:,} rows a step"
     if free is None:
         small = [choice for choice in choices if choice.rank_tokens <= CPU_TOKENS] or choices[-1:]

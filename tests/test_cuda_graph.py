@@ -31,6 +31,7 @@ REPLAYED = {
     "fp16": "--precision=fp16 --batch_tokens=1024",
     "masked": "--precision=tf32 --batch_tokens=1024 --masked",
     "growing": "--precision=bf16 --batch_tokens=1024 --masked --growing",
+    "shorter": "--precision=bf16 --batch_tokens=1024 --shorter",
     "compiled": "--precision=bf16 --batch_tokens=1024 --compile=True",
 }
 
@@ -53,10 +54,11 @@ def test_replayed_steps_equal_launched_ones(name, deterministic):
 def both_ways(more, device="cuda"):
     """[(losses and norms, weights) of launched steps, the same of replayed ones].
 
-    On the CPU, where the capture is imitated, the model is smaller. --growing: one
-    micro-step in each of the first four steps, the last of which is replayed.
+    On the CPU, where the capture is imitated, the model is smaller. --growing: one micro-step in
+    each of the first four steps, the last of which is replayed. --shorter: rows half as long in the
+    first two steps, the second of which is replayed, and later the fourth.
     """
-    own = ("--masked", "--growing")
+    own = ("--masked", "--growing", "--shorter")
     words = [*WORDS, *(word for word in more if word not in own), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
@@ -64,7 +66,7 @@ def both_ways(more, device="cuda"):
     return [six_steps(configure(Config, words), world, graph, *given) for graph in (False, True)]
 
 
-def six_steps(cfg, world, graph, masked, growing):
+def six_steps(cfg, world, graph, masked, growing, shorter):
     """([loss and norm of each step], {name: weight}) on the same random batches.
 
     masked: each micro-batch has another share of targets that do not count, one in four none that
@@ -75,6 +77,7 @@ def six_steps(cfg, world, graph, masked, growing):
     # "auto" means yes, however busy other processes keep the GPU
     with mock.patch.object(cuda_graph, "AHEAD", 1):
         job = train.Training(own, world)
+    eager_steps = 1 if shorter else cuda_graph.EAGER_STEPS
     job.state.model.train()
     torch.manual_seed(1 + world.rank)
     rows = torch.randint(
@@ -85,12 +88,15 @@ def six_steps(cfg, world, graph, masked, growing):
     def next_batch():
         row = next(taken)
         x, y = row[:, :-1], row[:, 1:]
+        if shorter and job.state.step < 2:
+            x, y = (t.reshape(-1, cfg.block_size // 2) for t in (x, y))
         return x, y.masked_fill(y % 4 > x[0, 0] % 4 - 1, -100) if masked else y
 
     found = []
     for step in range(6):
         job.accumulation = 1 if growing and step < 4 else cfg.micro_steps(world.size)
-        loss, norm = take_step(job, next_batch, 1e-3)
+        with mock.patch.object(cuda_graph, "EAGER_STEPS", eager_steps):
+            loss, norm = take_step(job, next_batch, 1e-3)
         found += [loss.item(), norm.item()]
     assert graph == isinstance(job.graph, cuda_graph.GraphedMicroStep)
     assert not graph or job.graph.captured
@@ -130,10 +136,16 @@ GROWING = ["--batch_tokens=768", "--masked", "--growing"]
 
 
 @pytest.mark.parametrize(
-    "more", [["--batch_tokens=256", "--masked"], ["--batch_tokens=640"], GROWING]
+    "more",
+    [
+        ["--batch_tokens=256", "--masked"],
+        ["--batch_tokens=640"],
+        GROWING,
+        ["--batch_tokens=256", "--shorter"],
+    ],
 )
 def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
-    """Two and five micro-steps a step; one, then six."""
+    """Two and five micro-steps a step; one, then six; one shape, then another."""
     imitate(monkeypatch.setattr)
     same(*both_ways(more, "cpu"))
 
@@ -246,11 +258,11 @@ def test_a_trial_tells_who_waits_for_whom():
         loss.backward()
         return loss.item() if wait else loss.detach()
 
-    cfg, state = Config(batch_size=1, block_size=8), torch.cuda.get_rng_state()
+    state = torch.cuda.get_rng_state()
     steps = [lambda *_: micro_step(small, 200), lambda *_: micro_step(large, 4)]
     steps += [lambda *_: micro_step(small, 4, True)]
     model = MODEL.cuda()
-    found = [cuda_graph.GraphedMicroStep(step, model, "fp32").trial(cfg) for step in steps]
+    found = [cuda_graph.GraphedMicroStep(step, model, "fp32").trial((1, 8), 50) for step in steps]
     shares = [launched / total for launched, total in found]
     assert shares[0] > 0.95 > 0.5 > shares[1] and shares[2] == 0, found
     assert torch.equal(state, torch.cuda.get_rng_state())

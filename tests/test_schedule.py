@@ -5,6 +5,7 @@ import json
 import math
 import os
 import types
+from unittest import mock
 
 import pytest
 import ranks
@@ -22,6 +23,7 @@ from run.logger import Logger
 from scale import parallel
 from settings import Config
 from system import files
+from system.errors import UserError
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
 GROWING = dict(
@@ -64,10 +66,10 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
 def test_the_summary_knows_the_stages(grown):
     rows = read_log(grown)[0]["rows"]
     assert ["step", "512 tokens: 2 x 32 x 1 ranks x 8 micro-steps"] in rows
-    words = (
-        "tokens a step: 128 up to 25% of the run, 256 up to 50% of the run; rates go with the root"
-    )
-    assert ["", words] in rows and ["run", "steps 0 to 16: 5,632 tokens"] in rows
+    small = "128 in 2 rows a micro-batch up to 25% of the run"
+    words = f"{small}, 256 in 2 rows a micro-batch up to 50% of the run"
+    assert ["", f"tokens a step: {words}; rates go with the root"] in rows
+    assert ["run", "steps 0 to 16: 5,632 tokens"] in rows
 
 
 @pytest.mark.parametrize("step", [2, 4, 6, slow(8), slow(12)])
@@ -79,15 +81,40 @@ def test_a_resume_in_each_stage_is_bitwise(grown, data_dir, tmp_path, step):
     same_tensors(grown / LAST, tmp_path / "b" / LAST)
 
 
+def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp_path):
+    """Micro-batches of 4, 8 and 8 rows, of one or two of the loader's; also resumed."""
+    settings = GROWING | dict(batch_size=8)
+    run = train_here(data_dir, tmp_path / "a", **settings)
+    assert losses(run) == pytest.approx(losses(read_log(grown)), rel=1e-5)
+    assert any("128 in 4 rows a micro-batch up to 25%" in words for _, words in run[0]["rows"])
+    assert {step: line["tokens"] for step, line in train_lines(tmp_path / "a").items()} == {
+        step: line["tokens"] for step, line in train_lines(grown).items()
+    }
+    for step in (2, 4, 6):
+        out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
+        train_here(data_dir, out, resume="auto", **settings)
+        same_tensors(tmp_path / "a" / LAST, out / LAST)
+
+
+def test_a_loader_of_ones_own_must_have_batches_of_the_smallest_step(data_dir, tmp_path):
+    cfg = Config(data_dir=str(data_dir), batch_size=8, block_size=32, batch_tokens=512)
+    loader = train.make_loader(cfg, ONE)
+    words = "of 4 rows a rank, which only a loader with batches of B=4 rows gives"
+    with mock.patch.object(train, "make_loader", lambda *_: loader):
+        with pytest.raises(UserError, match=words):
+            train_here(data_dir, tmp_path, **GROWING | dict(batch_size=8))
+
+
 def same_tensors(one, other):
     a, b = (load_checkpoint(folder)[0] for folder in (one, other))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 FSDP = dict(parallel="fsdp")
+ONE = parallel.World(0, 1, torch.device("cpu"))
 # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
 MODES = [
-    pytest.param(2, {}, (6,), id="ddp"),
+    pytest.param(2, dict(batch_size=8), (4, 6), id="ddp"),  # micro-batches of 2, 4 and 8 rows
     slow(2, FSDP, (2, 4, 8, 12), id="fsdp"),  # in each stage and at its ends
     slow(2, dict(parallel="zero2"), (6,), id="zero2"),
     slow(4, dict(parallel="hsdp", shard_size=2, batch_size=1), (), id="hsdp"),

@@ -48,7 +48,7 @@ def test_welch_by_hand():
     (-1.0, math.nan, "-1.0000  not established: one seed on a side"),
 ])  # fmt: skip
 def test_a_verdict_needs_an_interval_on_one_side_of_zero(difference, error, verdict):
-    assert seeds.confidence_interval(difference, error, 2) == verdict
+    assert seeds.interval_and_verdict(difference, error, 2) == verdict
 
 
 def test_in_ninety_five_of_a_hundred_experiments_the_interval_holds_the_difference():
