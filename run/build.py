@@ -216,6 +216,8 @@ def prepare(model, cfg, world, eot, analysis):
         context_parallel.apply(model, cfg, world)
     if cfg.compile:
         compile_model(model, sharded)
+        if cfg.loader_rows(world.size) < cfg.batch_size:
+            model.register_forward_pre_hook(compile_as_it_is)
     if sharded:
         fsdp.shard(model, cfg, world, analysis)
 
@@ -242,6 +244,14 @@ def compile_model(model, sharded=False):
     for part in (*model.blocks, *mixes, model.head):
         part.compile()
     torch.compiler.config.cache_key_tag = source.imported()
+
+
+def compile_as_it_is(model, *_):
+    """In training each shape of batch_schedule is compiled for itself; evaluations have many.
+
+    Else torch.compile would take the rows as unknown from the second shape on.
+    """
+    torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
 
 def choose_graph(cfg, world, micro_step, model):

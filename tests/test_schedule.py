@@ -1,5 +1,6 @@
 """A batch that grows, and runs of a length in tokens or seconds, by train.py's own loop."""
 
+import functools
 import itertools
 import json
 import math
@@ -94,6 +95,20 @@ def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp
         out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
         train_here(data_dir, out, resume="auto", **settings)
         same_tensors(tmp_path / "a" / LAST, out / LAST)
+
+
+def test_each_shape_of_a_schedule_is_compiled_as_it_is(data_dir, tmp_path, monkeypatch):
+    """Evaluation has as many rows as the last stage."""
+    inputs = []
+
+    def backend(graph, given):
+        inputs.append([value for value in given if not torch.is_tensor(value)])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    train_here(data_dir, tmp_path, compile=True, **GROWING | dict(batch_size=8))
+    # of the embedding, block and head: 4, 8 and 8 rows, and 8 in evaluation
+    assert len(inputs) == 3 * 3 and not any(inputs)
 
 
 def test_a_loader_of_ones_own_must_have_batches_of_the_smallest_step(data_dir, tmp_path):
