@@ -568,9 +568,7 @@ def not_divisible(cfg, ranks):
             by = f"{product}*{ranks // N} = {unit}"
             found.append(f"{name}={tokens} is not divisible by {by}; nearest: {nearest}")
         elif min(tokens, whole) % least:
-            what = f"a micro-batch of {min(tokens, whole)} tokens, of batch_tokens or batch_size"
-            found.append(
-                f"batch_schedule={cfg.batch_schedule}: {what}, is no multiple of the first one's "
-                f"{least}"
-            )
+            rule = f"must be multiples of the first ones', {least}; try another --batch_size"
+            later = f"later micro-batches, here of {min(tokens, whole)} tokens"
+            found.append(f"batch_schedule={cfg.batch_schedule}: {later}, {rule}")
     return found

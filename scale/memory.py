@@ -189,9 +189,8 @@ def activation_bytes(cfg, recomputed):
     whole = cfg.n_layer - recomputed
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
-    each = whole * sum(saved_activation_bytes(cfg, "none")) + recomputed * sum(
-        saved_activation_bytes(cfg, cfg.remat)
-    )
+    each = whole * sum(saved_activation_bytes(cfg, "none"))
+    each += recomputed * sum(saved_activation_bytes(cfg, cfg.remat))
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
     if cfg.bigram_embedding:
