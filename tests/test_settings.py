@@ -65,8 +65,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--batch_schedule=65000:0.5", 2,
      "batch_schedule=65000 is not divisible by block_size.ranks = 1024.2 = 2048; nearest: 63488"),
     ("--batch_schedule=1024:0.5", 2, "batch_schedule=1024 is not divisible by .* nearest: 2048"),
-    ("--batch_schedule=24576:0.5", 1, "batch_schedule=24576:0.5: later micro-batches, here of 65536 "
-     "tokens, must be multiples of the first ones', 24576; try another --batch_size"),
+    ("--batch_schedule=24576:0.5", 1, "batch_schedule=24576:0.5: later micro-batches, here of "
+     "65536 tokens, must be multiples of the first ones', 24576; try another --batch_size"),
     ("--batch_schedule=32768:0.2,49152:0.5", 1, "here of 49152 tokens, must be multiples of the"),
     ("--batch_schedule=65536", 1, "batch_schedule=65536: expected TOKENS:SHARE,... that grow"),
     ("--batch_schedule=65536:0.5,131072:0.2", 1, "expected TOKENS:SHARE,... that grow"),
