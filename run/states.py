@@ -106,16 +106,13 @@ class Packer:
         if places - {Shard(0), Replicate()}:
             layout = f"{name} is laid out as {tensor.placements}"
             raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
-        if not places and (not alike or isinstance(like, DTensor)):
-            node["shape"] = list(tensor.shape)
-            node["dtype"] = str(tensor.dtype)
-            self.others[name] = tensor
-        else:
-            kind = "like" if alike else "rows"
-            if places == {Replicate()}:
-                kind = "whole"
-            node[kind] = True
+        if places == {Replicate()}:
+            node["whole"] = True
+        if places or (alike and not isinstance(like, DTensor)):
             self.by_rows[name] = tensor
+        else:
+            node["shape"] = list(tensor.shape)
+            self.others[name] = tensor
         self.checked.append(tensor)
         self.nodes[id(tensor)] = node
         return node
