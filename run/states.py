@@ -328,18 +328,16 @@ def shared_and_own(packed, packer, model):
     if ranks > 1:
         digests = {name: fingerprint(t) for name, t in packer.others.items()}
     of_ranks = of_all_ranks(RankValues(packed, rows, digests))
+    differ = set()
     for other, values in enumerate(of_ranks):
+        differ |= {name for name, _ in values.digests.items() ^ digests.items()}
         for name, _ in sorted(values.rows.items() ^ rows.items()):
             here = f"{name} is {rows.get(name)} on rank {rank}"
             raise CheckpointError(f"{here}, {values.rows.get(name)} on rank {other}")
     trees = [values.packed for values in of_ranks]
     if trees.count(packed) == len(trees):
         trees = [packed]
-    names = set().union(*(values.digests for values in of_ranks))
-    differ = []
-    for name in sorted(names):
-        if len({values.digests.get(name) for values in of_ranks}) > 1:
-            differ.append(name)
+    differ = sorted(differ)
     alone = {name: packer.others.pop(name) for name in differ if name in packer.others}
     saved = {"ranks": ranks, "shards": shards_of(model), "trees": trees, "of_each_rank": differ}
     return saved, packer.by_rows | packer.others, alone
