@@ -65,20 +65,17 @@ class Means:
     """A step's figures on their way to the host."""
 
     def __init__(self, tensor, figures):
-        self.names, self.ranks, self.batch_tokens = (
-            figures.names,
-            figures.ranks,
-            figures.batch_tokens,
-        )
-        self.later = parallel.Later(parallel.sum_over_ranks(tensor) / self.ranks)
+        self.figures = figures
+        self.later = parallel.Later(parallel.sum_over_ranks(tensor) / figures.ranks)
         self.moment = self.later.moment
 
     def get(self):
         """(loss, norm, {extra: mean}, [means of `own` over ranks]); waits for the step's end."""
+        figures = self.figures
         share, targets, *values = self.later.get()
-        targets = max(targets, 1.0 / self.ranks)  # of a rank, on average
-        loss = share * (self.batch_tokens / self.ranks / targets)
-        extras = {name: value / targets for name, value in zip(self.names, values)}
+        targets = max(targets, 1.0 / figures.ranks)  # of a rank, on average
+        loss = share * (figures.batch_tokens / figures.ranks / targets)
+        extras = {name: value / targets for name, value in zip(figures.names, values)}
         norm, *own = values[len(extras) :]
         return loss, norm, extras, own
 

@@ -270,19 +270,14 @@ def how_lost(error):
     return None
 
 
-def out_of_memory(cfg, world):
-    """A UserError that says what to change, by the estimate of scale/memory.py."""
-    _, total = torch.cuda.mem_get_info(world.device)
-    return UserError(memory.advice(cfg, world.size, total))
-
-
 @contextlib.contextmanager
 def errors_explained(cfg, world):
     """Turns errors of the machine into a UserError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise out_of_memory(cfg, world) from None
+        _, total = torch.cuda.mem_get_info(world.device)
+        raise UserError(memory.advice(cfg, world.size, total)) from None
     except RecomputationError as error:
         why = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ")
         hint = "a block must compute the same each time it runs on the same input; try --remat=none"

@@ -106,16 +106,13 @@ class Packer:
         if places - {Shard(0), Replicate()}:
             layout = f"{name} is laid out as {tensor.placements}"
             raise CheckpointError(f"{layout}: a checkpoint holds rows of tensors, or whole ones")
-        if not places and (not alike or isinstance(like, DTensor)):
-            node["shape"] = list(tensor.shape)
-            node["dtype"] = str(tensor.dtype)
-            self.others[name] = tensor
-        else:
-            kind = "like" if alike else "rows"
-            if places == {Replicate()}:
-                kind = "whole"
-            node[kind] = True
+        if places == {Replicate()}:
+            node["whole"] = True
+        if places or (alike and not isinstance(like, DTensor)):
             self.by_rows[name] = tensor
+        else:
+            node["shape"] = list(tensor.shape)
+            self.others[name] = tensor
         self.checked.append(tensor)
         self.nodes[id(tensor)] = node
         return node
@@ -331,18 +328,16 @@ def shared_and_own(packed, packer, model):
     if ranks > 1:
         digests = {name: fingerprint(t) for name, t in packer.others.items()}
     of_ranks = of_all_ranks(RankValues(packed, rows, digests))
+    differ = set()
     for other, values in enumerate(of_ranks):
+        differ |= {name for name, _ in values.digests.items() ^ digests.items()}
         for name, _ in sorted(values.rows.items() ^ rows.items()):
             here = f"{name} is {rows.get(name)} on rank {rank}"
             raise CheckpointError(f"{here}, {values.rows.get(name)} on rank {other}")
     trees = [values.packed for values in of_ranks]
     if trees.count(packed) == len(trees):
         trees = [packed]
-    names = set().union(*(values.digests for values in of_ranks))
-    differ = []
-    for name in sorted(names):
-        if len({values.digests.get(name) for values in of_ranks}) > 1:
-            differ.append(name)
+    differ = sorted(differ)
     alone = {name: packer.others.pop(name) for name in differ if name in packer.others}
     saved = {"ranks": ranks, "shards": shards_of(model), "trees": trees, "of_each_rank": differ}
     return saved, packer.by_rows | packer.others, alone
