@@ -31,6 +31,9 @@ class GPT2:
         "embed_norm": [False],
         "attention_gate": [False],
         "value_embeddings": [0],
+        "key_offset": [False],
+        "embedding_mix": [0],
+        "bigram_embedding": [False],
         "softcap": [None],
         "norm": ["layernorm"],
         "positions": ["learned"],
@@ -201,7 +204,7 @@ def family_of(cfg):
         if family is GPT2 and cfg.attention_width != cfg.n_embd:
             wrong.append("head_dim")
         others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}  # an edit's
-        wrong += [name for name in others if getattr(cfg, name, None)]
+        wrong += [name for name in sorted(others) if getattr(cfg, name, None)]
         if not wrong:
             return family
         words = [f"{name}={getattr(cfg, name)}" for name in wrong]
