@@ -186,10 +186,8 @@ def _convert(cls, hints, name, value):
 def _alternatives(hint):
     """The types, and single values, of which a setting may be one."""
     # a union that has a Literal in it is a typing.Union
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, typing.Literal):
         return list(itertools.chain(*map(_alternatives, typing.get_args(hint))))
-    if typing.get_origin(hint) is typing.Literal:
-        return list(typing.get_args(hint))
     return [hint]
 
 
@@ -324,7 +322,7 @@ def columns():
 def fill(doc, width):
     """A docstring with paragraphs filled to `width`; long commands go on after a backslash."""
     found = []
-    for block in re.split(r"\n\n", inspect.cleandoc(doc)):
+    for block in inspect.cleandoc(doc).split("\n\n"):
         if not block.startswith(" "):
             found.append(textwrap.fill(block, width))
             continue

@@ -254,9 +254,7 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad():
             values = measure(idx.to(device), targets.to(device))
-        found[torch.tensor(numbers, dtype=torch.long, device=device)] = values[
-            : len(numbers)
-        ].float()
+        found[numbers] = values[: len(numbers)].float()
     return parallel.sum_over_ranks(found).cpu().double().numpy()
 
 
@@ -281,17 +279,12 @@ def shown(number, example, prepared, sums):
     rows = slice(4 * number, 4 * number + 4)
     own = sums[rows]
     means = own / ending_tokens(prepared)[rows]
-    marks = [[], [], [], []]
-    for mark, ending in (
-        ("right", example["label"]),
-        ("acc", own.argmin()),
-        ("acc_norm", means.argmin()),
-    ):
-        marks[ending].append(mark)
+    chosen = {"right": example["label"], "acc": own.argmin(), "acc_norm": means.argmin()}
     lines = textwrap.wrap(f"example {number}: {example['ctx']}", columns())
     lines.append(f"  {'right, chosen by':<20} {'loss':>8} {'a token':>8}  ending")
     for i, ending in enumerate(example["endings"]):
-        words = f"  {', '.join(marks[i]):<20} {own[i]:8.2f} {means[i]:8.3f}  {ending}"
+        marks = ", ".join(mark for mark, place in chosen.items() if place == i)
+        words = f"  {marks:<20} {own[i]:8.2f} {means[i]:8.3f}  {ending}"
         lines += textwrap.wrap(words, columns(), subsequent_indent=" " * 42)
     return lines
 

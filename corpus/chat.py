@@ -33,9 +33,7 @@ def stop_ids(folder, tokenizer):
         found = read_beside(folder, "config.json").get("eos_token_id")
     if not isinstance(found, list):
         found = [found]
-    ids = {i for i in found if type(i) is int}
-    eos = eos_id(folder, tokenizer)
-    return ids if eos is None else ids | {eos}
+    return {i for i in [*found, eos_id(folder, tokenizer)] if type(i) is int}
 
 
 def eos_id(folder, tokenizer):

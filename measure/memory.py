@@ -22,14 +22,13 @@ def measure(cfg):
 
         # a checkpoint must have the shape that the settings give, as in train.py
         open_initial_weights(cfg)
+    budget = cfg.gpu_gib * memory.GIB
     if cfg.batch_size == "auto":
-        rows, why = memory.choose_batch(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
-        print(f"batch_size {rows} ({why})")
-        cfg = dataclasses.replace(cfg, batch_size=rows)
+        cfg.batch_size, why = memory.choose_batch(cfg, cfg.world, budget)
+        print(f"batch_size {cfg.batch_size} ({why})")
     if cfg.remat_every == "auto":
-        every, why = memory.choose_remat(cfg, cfg.world, cfg.gpu_gib * memory.GIB)
-        print(f"remat_every {every:.3g} ({why})")
-        cfg = dataclasses.replace(cfg, remat_every=every)
+        cfg.remat_every, why = memory.choose_remat(cfg, cfg.world, budget)
+        print(f"remat_every {cfg.remat_every:.3g} ({why})")
     count = memory.total_and_block_parameters(cfg)[0]
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     gpus = "1 GPU; for more --world=N"
