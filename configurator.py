@@ -103,6 +103,9 @@ def _flag(word, rest, hints):
     if _is_flag(hints.get(flag)):
         words = ("true", "false", *map(str, typing.get_args(hints[flag])))
         if following and following[0].lower() in words:
+            if key != flag:
+                hint = f"write --{key} or --{flag}={following[0]}"
+                raise UserError(f"command line: --{key} takes no value; {hint}")
             return flag, rest.pop(0)
         return flag, str(key == flag)
     if following and typing.get_origin(hints.get(key)) is tuple:  # --key A B C

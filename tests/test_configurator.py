@@ -163,6 +163,13 @@ def test_bad_words(word, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.fault(13, 14, 15)
+def test_a_flag_that_is_denied_takes_no_value():
+    words = "--no_compile takes no value; write --no_compile or --compile=true$"
+    with pytest.raises(UserError, match=words):
+        make("--no_compile", "true")
+
+
 @pytest.mark.parametrize("text, message", [
     ("n_layer = 2\nlr = (\n", "c.py:2: "),
     ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
