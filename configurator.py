@@ -103,10 +103,11 @@ def _flag(word, rest, hints):
     if _is_flag(hints.get(flag)):
         words = ("true", "false", *map(str, typing.get_args(hints[flag])))
         if following and following[0].lower() in words:
+            value = rest.pop(0)
             if key != flag:
-                hint = f"write --{key} or --{flag}={following[0]}"
+                hint = f"write --{key} or --{flag}={value}"
                 raise UserError(f"command line: --{key} takes no value; {hint}")
-            return flag, rest.pop(0)
+            return flag, value
         return flag, str(key == flag)
     if following and typing.get_origin(hints.get(key)) is tuple:  # --key A B C
         del rest[: len(following)]
