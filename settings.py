@@ -260,25 +260,31 @@ class Config(GPTConfig):
     others_names |= {"eval_only": "python validate.py", "always_save_checkpoint": "save_interval"}
     others_names |= dict.fromkeys(["wandb_log", "wandb_project", "wandb_run_name"], "wandb")
 
+    def row_tokens(self, ranks):
+        """Tokens of one row on each rank, all ranks together; some may share a row."""
+        return self.block_size * (ranks // self.context_parallel)
+
     def micro_tokens(self, ranks):
         """Tokens in a micro-step, all ranks together."""
-        return self.batch_size * self.block_size * (ranks // self.context_parallel)
+        return self.batch_size * self.row_tokens(ranks)
 
     def micro_rows(self, ranks, tokens):
-        """Rows of a rank's micro-batch in a step of so many tokens: batch_size, or all it has."""
-        rows = tokens // (self.block_size * (ranks // self.context_parallel))
-        return min(self.batch_size, rows)
+        """Rows of a micro-batch of one rank: batch_size, or fewer if the whole step has fewer.
+
+        tokens: of the step, all ranks together.
+        """
+        return min(self.batch_size, tokens // self.row_tokens(ranks))
 
     def micro_steps(self, ranks, tokens=None):
         """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
         return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
 
     def loader_rows(self, ranks):
-        """Rows of a batch of the loader: of a micro-batch in the smallest step."""
+        """Rows of each batch that the loader gives: a micro-batch's in the smallest step."""
         return self.micro_rows(ranks, self.stages[0][0])
 
     def loader_batches(self, ranks, tokens):
-        """How many batches of the loader are one micro-batch in a step of so many tokens."""
+        """How many of the loader's batches make a micro-batch, in a step of so many tokens."""
         return self.micro_rows(ranks, tokens) // self.loader_rows(ranks)
 
     @property
@@ -553,9 +559,8 @@ def shape_conflicts(cfg, ranks):
 def not_divisible(cfg, ranks):
     """Stages of the batch that are no whole number of micro-batches, one line each."""
     found = []
-    N = cfg.context_parallel
     whole = cfg.micro_tokens(ranks)
-    row = cfg.block_size * (ranks // N)
+    row = cfg.row_tokens(ranks)
     least = row * max(1, cfg.loader_rows(ranks))
     for tokens, _ in cfg.stages:
         name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
@@ -565,7 +570,7 @@ def not_divisible(cfg, ranks):
         if tokens % unit:
             fewer = tokens // unit * unit
             nearest = f"{fewer} or {fewer + unit}" if fewer else unit
-            by = f"{product}*{ranks // N} = {unit}"
+            by = f"{product}*{ranks // cfg.context_parallel} = {unit}"
             found.append(f"{name}={tokens} is not divisible by {by}; nearest: {nearest}")
         elif min(tokens, whole) % least:
             rule = f"must be multiples of the first ones', {least}; try another --batch_size"

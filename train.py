@@ -80,8 +80,8 @@ class Training:
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
-        # micro-steps in the next step, and the loader's batches in each; the loop sets them
-        self.accumulation, self.joined = cfg.micro_steps(world.size), 1
+        self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
+        self.joined = 1  # how many batches of the loader make a micro-batch; set likewise
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
@@ -141,7 +141,7 @@ class Training:
 
 
 def joined(batches):
-    """(x, y) of the rows of all of them."""
+    """One batch, (x, y), with the rows of several."""
     return batches[0] if len(batches) == 1 else [torch.cat(parts) for parts in zip(*batches)]
 
 

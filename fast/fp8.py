@@ -341,10 +341,11 @@ def _update_scale(
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scale of this call: from the amax that the last call saw; at the first call from x.
+    """The scale of this call, from the amax that the last call saw.
 
-    So it is where the last call saw zeros alone, as in the first steps of a model whose projections
-    start at zero. The programs then share x; the last of them to end writes.
+    At the first call there is none, and after a call that saw zeros alone it says nothing, as in
+    the first steps of a model whose projections start at zero. The scale then comes from the amax
+    of x itself: each program looks at a part of x, and the last one to end writes the result.
     """
     seen = tl.load(amax + 1)
     if seen == 0.0:

@@ -42,8 +42,8 @@ def settings(cfg):
 def data(cfg, loader, val_loaders):
     """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
 
-    Also for a loader whose batches do not suit batch_schedule. val_loaders: (share, loader) of each
-    folder.
+    It also raises it where the loader's batches have other rows than batch_schedule needs.
+    val_loaders: (share, loader) of each folder.
     """
     ranks = parallel.rank_and_size()[1]
     rows = cfg.loader_rows(ranks)

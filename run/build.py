@@ -217,7 +217,7 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.compile:
         compile_model(model, sharded)
         if cfg.loader_rows(world.size) < cfg.batch_size:
-            model.register_forward_pre_hook(compile_as_it_is)
+            model.register_forward_pre_hook(static_shapes_in_training)
     if sharded:
         fsdp.shard(model, cfg, world, analysis)
 
@@ -246,10 +246,11 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.imported()
 
 
-def compile_as_it_is(model, *_):
-    """In training each shape of batch_schedule is compiled for itself; evaluations have many.
+def static_shapes_in_training(model, *_):
+    """Lets torch.compile make code of its own for each of batch_schedule's few shapes.
 
-    Else torch.compile would take the rows as unknown from the second shape on.
+    By default it makes code for any number of rows as soon as it sees a second one, which may be
+    slower. Evaluations have many shapes, and keep the default.
     """
     torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
@@ -339,8 +340,10 @@ def describe(cfg, training, start):
     if cfg.batch_schedule:
         stages = []
         for batch, until in cfg.stages[:-1]:
-            micro = f"{cfg.micro_rows(world.size, batch)} rows a micro-batch"
-            stages.append(f"{batch:,} in {micro} up to {until:.0%} of the run")
+            rows_each = cfg.micro_rows(world.size, batch)
+            stages.append(
+                f"{batch:,} in {rows_each} rows a micro-batch up to {until:.0%} of the run"
+            )
         rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
     rows.append(("run", length))
     if steps and cfg.warmup_steps >= steps and not cfg.dry_run:

@@ -220,9 +220,10 @@ def choose_checkpoint(out_dir, resume, overwrite, dry_run):
 
 
 def what_is_in_the_way(out_dir, resume, newest, found):
-    """Why a run that resumes from `found`, None: that is new, must not write to out_dir, or None.
+    """What forbids a run to write to out_dir, in words; None if nothing does.
 
-    newest: the last checkpoint there, or None.
+    found: the checkpoint that the run resumes from, None for a new run. newest: the last checkpoint
+    in out_dir, or None.
     """
     log = out_dir / "log.jsonl"
     if log.is_symlink() or log.exists() and not log.is_file():

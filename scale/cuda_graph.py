@@ -68,7 +68,8 @@ class GraphedMicroStep:
 
     def __init__(self, micro_step, model, reduce_dtype):
         self.micro_step = micro_step
-        self.parameters = list(model.parameters())
+        # the largest first, so that in `average` small ones do not misalign others
+        self.parameters = sorted(model.parameters(), key=torch.numel, reverse=True)
         # whether gradients are summed over ranks in bf16, else in their own dtype
         self.in_bf16 = reduce_dtype == "bf16"
         self.device = self.parameters[0].device
@@ -182,7 +183,6 @@ class GraphedMicroStep:
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it, in one tensor for each dtype."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        grads.sort(key=torch.numel, reverse=True)  # so that small ones do not misalign others
         for dtype in dict.fromkeys(g.dtype for g in grads):
             own = [g for g in grads if g.dtype == dtype]
             sizes = [g.numel() for g in own]

@@ -281,7 +281,7 @@ def choose_batch(cfg, ranks, free):
 
     free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
     """
-    rows = cfg.batch_tokens // (cfg.block_size * (ranks // cfg.context_parallel))
+    rows = cfg.batch_tokens // cfg.row_tokens(ranks)
     choices = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
     choices = [choice for choice in choices if not not_divisible(choice, ranks)]
     which = f"the largest divisor of a rank's {rows:,} rows a step"

@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
-# what compile_model, compile_as_it_is, fusion.register, make_deterministic and serve set for the
-# process; `kept` names the rest
+# what compile_model, static_shapes_in_training, fusion.register, make_deterministic and serve set
+# for the process; `kept` names the rest
 SETTINGS = [
     (torch._dynamo.config, "recompile_limit"),
     (torch._dynamo.config, "optimize_ddp"),

@@ -365,7 +365,7 @@ def steps(edit, shape_of=None, fast=True, unit_mib=None, **settings):
 
 
 def forget_modules():
-    """Dynamo keeps a module by its name, and another one has come in its place."""
+    """torch.compile remembers which module a name is; a test may have put another one there."""
     symbolic_convert._import_module.cache_clear()
     for name in [name for name in vars(external_utils) if name.startswith("__import_")]:
         delattr(external_utils, name)
