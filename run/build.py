@@ -306,55 +306,52 @@ def describe(cfg, training, start):
     """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
     total, matmul = total_and_matmul_parameters(state.model)
+    steps = tokens = None  # the clock decides
     if cfg.max_seconds is None:
         steps, tokens = optim.plan(cfg, state.step, state.tokens)
-        length = f"steps {state.step} to {steps}: {tokens:,} tokens"
-    else:
-        steps = tokens = None
-        length = (
-            f"from step {state.step} on, "
-            f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps, whose"
-        )
-        length += (
-            " number, and with it the weights, differs from run to run; max_steps does not count"
-        )
+    optimizer = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
         *analysis.rows(),
         *training.rows,
         ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
-        (
-            "memory",
-            memory.describe(cfg, world.size, analysis.parameters, optim.unknown(state.optimizer)),
-        ),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters, optimizer)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
     else:
         rows.append(("data", f"batches of {type(state.loader).__name__}"))
-    ranks = f"{world.size} ranks"
-    if cfg.context_parallel > 1:
-        ranks = f"{world.size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
-    rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
-    if cfg.batch_schedule:
-        stages = []
-        for batch, until in cfg.stages[:-1]:
-            rows_each = cfg.micro_rows(world.size, batch)
-            stages.append(
-                f"{batch:,} in {rows_each} rows a micro-batch up to {until:.0%} of the run"
-            )
-        rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
-    rows.append(("run", length))
+    rows += describe_batch(cfg, world.size, training.accumulation)
+    if steps is None:
+        seconds = f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps"
+        why = "number, and with it the weights, differs from run to run; max_steps does not count"
+        rows.append(("run", f"from step {state.step} on, {seconds}, whose {why}"))
+    else:
+        rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
     if steps and cfg.warmup_steps >= steps and not cfg.dry_run:
-        rows.append(
-            ("warning", f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises")
-        )
+        words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
+        rows.append(("warning", words))
     ids = getattr(state.loader, "ids", None) or cfg.vocab_size
     if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
         words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
         rows.append(("warning", f"{words}; try --vocab_size={ids}"))
     return rows + start.rows(cfg, state)
+
+
+def describe_batch(cfg, size, accumulation):
+    """Rows of what a step of so many micro-steps is on `size` ranks, at first and later."""
+    ranks = f"{size} ranks"
+    if cfg.context_parallel > 1:
+        ranks = f"{size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
+    rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
+    stages = []
+    for batch, until in cfg.stages[:-1]:
+        of_each = f"{cfg.micro_rows(size, batch)} rows a micro-batch"
+        stages.append(f"{batch:,} in {of_each} up to {until:.0%} of the run")
+    if stages:
+        rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
+    return rows
 
 
 def describe_optimizer(optimizer, lr):

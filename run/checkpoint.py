@@ -21,7 +21,7 @@ from configurator import typed
 from corpus import as_user_error
 from corpus import tokenizer as tokenizers
 from fast.chips import best_attention
-from run import source, states
+from run import agreement, source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden_path, prune, put_in_place
 from run.logger import NotFinite
 from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state, with_prefix
@@ -260,13 +260,10 @@ def everywhere(action, kind=UserError):
 
 def position_of_ranks(loader):
     """A loader's state_dict(). Raises CheckpointError unless all ranks have the same."""
-    positions = parallel.gather_objects(loader.state_dict())
-    first = positions[0]
-    for rank, position in enumerate(positions):
-        if position != first:
-            places = f"that of rank {rank} is {position}, rank 0's {first}"
-            raise CheckpointError(f"the loader's state must be the same on all ranks: {places}")
-    return first
+    position = loader.state_dict()
+    if found := agreement.difference({"loader": str(position)}):
+        raise CheckpointError(f"the loader's state must be the same on all ranks: {found}")
+    return position
 
 
 def begin_folder(aside, state):

@@ -54,12 +54,18 @@ def score_rows(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), s
         for name, value in extras.items():
             sums[name] = sums.get(name, 0.0) + value
     table = parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
-    names = sorted({name for names in parallel.gather_objects([*sums]) for name in names})
-    extras = {}
-    for name in names:  # a rank lacks some where only its rows would have them
+    return table, means_over_ranks(sums, table[1].sum(), device)
+
+
+def means_over_ranks(sums, targets, device):
+    """{name: mean over the targets} of this rank's sums and the others'."""
+    # a rank that read no rows has no names
+    names = {name for names in parallel.gather_objects([*sums]) for name in names}
+    means = {}
+    for name in sorted(names):
         total = parallel.sum_over_ranks(sums.get(name, torch.zeros((), device=device)))
-        extras[name] = (total / max(1.0, table[1].sum())).item()
-    return table, extras
+        means[name] = (total / max(1.0, targets)).item()
+    return means
 
 
 def losses_of_rows(model, x, y, positions):
@@ -72,15 +78,7 @@ def losses_of_rows(model, x, y, positions):
     """
     loss, count, extras = model(x, y, positions, "rows")
     if not torch.is_tensor(count) or loss.shape != x.shape[:1] or count.shape != loss.shape:
-        rows = [model(x[b : b + 1], y[b : b + 1], positions) for b in range(len(x))]
-        loss, count, extras_of_rows = zip(*rows)
-        column = lambda name, values: torch.stack(
-            [scalar(name, value, x.device) for value in values]
-        )
-        loss, count = column("loss", loss), column("count", count)
-        extras = {
-            name: column(name, [row[name] for row in extras_of_rows]) for name in extras_of_rows[0]
-        }
+        loss, count, extras = one_row_at_a_time(model, x, y, positions)
     sums = {}
     for name, value in extras.items():
         if torch.is_tensor(value) and value.shape == count.shape:  # of each row
@@ -90,6 +88,22 @@ def losses_of_rows(model, x, y, positions):
         # where there is no target, the mean may be NaN
         sums[name] = torch.where(count > 0, value * count, 0.0).sum()
     return torch.where(count > 0, loss.float(), 0.0), count, sums
+
+
+def one_row_at_a_time(model, x, y, positions):
+    """(loss, count, extras) of a forward, each a column with a number of each row."""
+    losses = []
+    counts = []
+    extras = []
+    for b in range(len(x)):
+        loss, count, found = model(x[b : b + 1], y[b : b + 1], positions)
+        losses.append(scalar("loss", loss, x.device))
+        counts.append(scalar("count", count, x.device))
+        extras.append(found)
+    columns = {}
+    for name in extras[0]:
+        columns[name] = torch.stack([scalar(name, found[name], x.device) for found in extras])
+    return torch.stack(losses), torch.stack(counts), columns
 
 
 def ratio(amounts, units, documents):
@@ -130,16 +144,33 @@ def in_words(score):
     return words
 
 
+def in_figures(found):
+    """One line for the console of an evaluation's figures."""
+    words = []
+    for name, value in found.items():
+        if name != "seconds":
+            words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    return [" | ".join([*words, f"{found['seconds']:.1f} s"])]
+
+
 @dataclasses.dataclass
 class Evaluation:
-    """What Evaluations.add was given."""
+    """A function of the model that is called every `interval` steps and at the end.
+
+    It returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
+    runs on all ranks, without gradients, in the run's precision and with the model in eval mode;
+    random numbers that it draws do not change those of training.
+    """
 
     interval: int
     function: Callable
-    lines: Callable
-    best: str | None
-    whole_rows: bool
-    at_start: bool
+    lines: Callable = in_figures  # from that dict to lines for the console
+    # the figure by which the best checkpoint is chosen, the lowest; of one evaluation only
+    best: str | None = None
+    # each rank has whole rows, of one document each; False: as in training, with its document
+    # masks, and rows divided by context parallelism
+    whole_rows: bool = True
+    at_start: bool = True  # before step 1 too
 
 
 class Evaluations:
@@ -151,29 +182,19 @@ class Evaluations:
         self.cfg = cfg
         self.each = {}  # {name: Evaluation}
 
-    def add(self, name, interval, function, lines=None, best=None, whole_rows=True, at_start=True):
-        """Calls function(model) every `interval` steps and at the end; 0: never.
-
-        at_start: before step 1 too. function returns {figure: number, or text}, the same on every
-        rank, or None if the run is to stop. It runs on all ranks, without gradients, in the run's
-        precision and with the model in eval mode; random numbers that it draws do not change those
-        of training. lines: from that dict to lines for the console. best: the figure by which the
-        best checkpoint is chosen, the lowest; of one evaluation only. whole_rows: each rank has
-        whole rows, of one document each; False: as in training, with its document masks, and rows
-        divided by context parallelism.
-        """
+    def add(self, name, interval, function, **options):
+        """Adds an Evaluation; the options are its other fields. interval=0: never."""
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if not interval:
             return
+        added = Evaluation(interval, function, **options)
         for other, evaluation in self.each.items():
-            if best and evaluation.best:
+            if added.best and evaluation.best:
                 raise UserError(
                     f"evaluations {other!r} and {name!r} both choose the best checkpoint"
                 )
-        self.each[name] = Evaluation(
-            interval, function, lines or in_figures, best, whole_rows, at_start
-        )
+        self.each[name] = added
 
     def due(self):
         """Names of those that are due now; none if a run resumed here had evaluated before."""
@@ -251,15 +272,6 @@ def plain(evaluation, name, value):
     return value
 
 
-def in_figures(found):
-    """One line for the console of an evaluation's figures."""
-    words = []
-    for name, value in found.items():
-        if name != "seconds":
-            words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
-    return [" | ".join([*words, f"{found['seconds']:.1f} s"])]
-
-
 def validation_loss(model, loaders, tokens, autocast, own, stop):
     """The losses of the data folders, and of their mixture; None once stop() is true.
 
@@ -327,9 +339,8 @@ def add_validation(evaluations, cfg, world, loaders):
         found = validation_loss(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
         return found and found | {"held_out": held_out}
 
-    evaluations.add(
-        "val", cfg.eval_interval, evaluate, validation_lines, best="loss", whole_rows=False
-    )
+    options = dict(lines=validation_lines, best="loss", whole_rows=False)
+    evaluations.add("val", cfg.eval_interval, evaluate, **options)
 
 
 def add_samples(evaluations, cfg, world, tokenizer):
@@ -350,7 +361,7 @@ def add_samples(evaluations, cfg, world, tokenizer):
         return found
 
     lines = lambda found: map(repr, found["texts"])
-    evaluations.add("sample", cfg.sample_interval, evaluate, lines, at_start=False)
+    evaluations.add("sample", cfg.sample_interval, evaluate, lines=lines, at_start=False)
 
 
 def add_hellaswag(evaluations, cfg, tokenizer):
@@ -374,5 +385,5 @@ def add_hellaswag(evaluations, cfg, tokenizer):
         return score
 
     lines = lambda score: [hellaswag.in_words(score)]
-    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines)
+    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines=lines)
     return []

@@ -3,6 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
+from run import agreement
 from scale import parallel
 from system.errors import UserError
 
@@ -49,10 +50,8 @@ class Figures:
         """
         if not self.compared:
             self.compared = True
-            for rank, names in enumerate(parallel.gather_objects(self.names)):
-                if names != self.names:
-                    there = f"and on rank {rank} {names}"
-                    raise UserError(f"GPT.forward returned the extras {self.names}, {there}")
+            if found := agreement.difference({"extras": str(self.names)}):
+                raise UserError(f"GPT.forward returned the extras unlike rank 0's: {found}")
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
         share = totals[0].float()

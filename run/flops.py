@@ -21,7 +21,7 @@ PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
 # {pattern: dense TFLOP/s in these precisions}, from data sheets
 # of the patterns in a device's name the first counts
 PEAK_TFLOPS = {
-    "B200": (4500, 2250, 2250, 1125, 75),
+    "B200|GB200": (4500, 2250, 2250, 1125, 75),
     "H100 PCIe": (1513, 756, 756, 378, 51),
     "H100 NVL": (1671, 835, 835, 417, 60),
     "H100|H200|H800": (1979, 989, 989, 494, 67),
@@ -44,7 +44,7 @@ def peak_flops(device, precision):
         return None
     name = torch.cuda.get_device_name(device)
     for pattern, peaks in PEAK_TFLOPS.items():
-        if re.search(pattern, name):
+        if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100
             tflops = peaks[PRECISIONS.index(precision)]
             return None if tflops is None else tflops * 1e12
     return None
@@ -126,8 +126,7 @@ class ModelAnalysis:
     attn.core. draws: one drew from numpy's or Python's random numbers. updates: buffers of blocks
     that it changed. read_elsewhere: names of the blocks' linear layers whose weight is read by
     something other than an operation of kernels.py. problem: why the forward could not be run
-    without values, so that nothing of this is known. chooses: values may then decide which
-    parameters it uses.
+    without values, so that nothing of this is known: values may decide which parameters it uses.
     """
 
     def __init__(self, cfg, device, again=False):
@@ -164,7 +163,6 @@ class ModelAnalysis:
         for name, buffer in model.blocks.named_buffers("blocks"):
             if buffer._version != versions[name]:
                 self.updates.append(name)
-        self.chooses = bool(self.problem)
         self.regular = self.bypassed = False
         self.unused, self.read_elsewhere = [], []
         if not self.problem:
@@ -180,7 +178,7 @@ class ModelAnalysis:
     @property
     def some_without_gradient(self):
         """Whether a micro-step may leave parameters without a gradient."""
-        return self.chooses or bool(self.unused)
+        return bool(self.problem or self.unused)
 
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation; None if it is unknown.

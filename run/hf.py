@@ -5,6 +5,7 @@ too, so that q and k need no permutation. train.py reads the shape of --init_fro
 imports torch: functions that need torch import it.
 """
 
+import itertools
 import json
 import shutil
 from dataclasses import dataclass, fields, replace
@@ -26,15 +27,7 @@ class GPT2:
     name = "gpt2"
     architecture = "GPT2LMHeadModel"
     layers = "transformer.h."
-    settings = {  # {setting: values that the class computes}
-        "qk_norm": [False],
-        "embed_norm": [False],
-        "attention_gate": [False],
-        "value_embeddings": [0],
-        "key_offset": [False],
-        "embedding_mix": [0],
-        "bigram_embedding": [False],
-        "softcap": [None],
+    settings = {  # {setting: values that the class computes}; all others are to be off
         "norm": ["layernorm"],
         "positions": ["learned"],
         "mlp": ["gelu", "relu2"],
@@ -203,7 +196,7 @@ def family_of(cfg):
             wrong.append("n_kv_head")
         if family is GPT2 and cfg.attention_width != cfg.n_embd:
             wrong.append("head_dim")
-        others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}  # an edit's
+        others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}
         wrong += [name for name in sorted(others) if getattr(cfg, name, None)]
         if not wrong:
             return family
@@ -261,8 +254,8 @@ def read_config(folder):
         _refuse_others(hf, dict(attention_bias=[cfg.bias]))
     except (UserError, OverflowError) as error:
         raise UserError(f"{path}: {error}") from None
-    if cfg.tie_embeddings and has_own_head(path.parent, family):
-        cfg.tie_embeddings = False
+    if cfg.tie_embeddings and any(path.parent.glob("model*.safetensors*")):
+        cfg.tie_embeddings = tie(open_tensors(path.parent, family), family)
     tokenizer = path.with_name("tokenizer.json")
     if tokenizer.is_file():
         cfg.tokenizer = str(tokenizer)
@@ -377,24 +370,10 @@ def hf_parts(model, may_have_more=False):
     cfg = model.cfg
     family = family_of(cfg)
     own = dict(model.named_parameters())
-    modules = {ours: [theirs] for ours, theirs in family.outer.items()}
-    for i in range(cfg.n_layer):
-        for ours, theirs in family.block.items():
-            modules[f"blocks.{i}.{ours}"] = [
-                f"{family.layers}{i}.{name}" for name in theirs.split()
-            ]
-    heads = cfg.n_head, cfg.kv_heads, cfg.kv_heads
-    stacked = {
-        "qkv": [n * cfg.head_size for n in heads],
-        "gate_up": [cfg.mlp_hidden, cfg.mlp_hidden],
-    }
-    other_mlp = "up" if cfg.mlp == "swiglu" else "gate_up"
     parts = {}
     ends = {}  # {our parameter: its rows that are in parts}
-    for module, theirs in modules.items():
+    for module, theirs in modules_of(cfg, family).items():
         leaf = module.rpartition(".")[2]
-        if leaf == other_mlp:
-            continue
         ours = module
         if module == "head" and cfg.tie_embeddings:
             if not cfg.embed_norm:  # it is the embedding
@@ -409,27 +388,19 @@ def hf_parts(model, may_have_more=False):
         transposed = family is GPT2 and in_block and weight.dim() == 2
         normed = leaf == "wte" and cfg.embed_norm
         has_bias = f"{ours}.bias" in own or (family is GPT2 and (in_block or leaf == "norm"))
-        first = 0
-        sizes = [cfg.vocab_size if leaf in ("wte", "head") else len(weight)]
-        if len(theirs) > 1:
-            sizes = stacked.get(leaf, sizes * 2)
-        for name, rows in zip(theirs, sizes):
-            last = first + rows
-            shape = [rows, *weight.shape[1:]]
+        for name, (first, last) in zip(theirs, rows_of_each(leaf, theirs, len(weight), cfg)):
+            shape = [last - first, *weight.shape[1:]]
             if transposed:
                 shape.reverse()
             parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, shape, transposed, normed)
             ends[f"{ours}.weight"] = last
             if has_bias:
-                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last, [rows])
+                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last, [last - first])
                 ends[f"{ours}.bias"] = last
-            if leaf in stacked:  # not relu2's one matrix, which is both gate and up
-                first = last
-    more = {
-        name
-        for name in ends.keys() & own.keys()
-        if ends[name] not in (len(own[name]), cfg.vocab_size)
-    }
+    more = set()  # of parameters and of rows, which are an edit's
+    for name, end in ends.items():
+        if name in own and end not in (len(own[name]), cfg.vocab_size):
+            more.add(name)
     if not may_have_more:
         more |= own.keys() - ends.keys() | persistent_buffers(model).keys()
     if more:
@@ -438,6 +409,33 @@ def hf_parts(model, may_have_more=False):
             f"model.py has parameters that a Hugging Face {family.name} does not have: {names}"
         )
     return parts
+
+
+def modules_of(cfg, family):
+    """{our module: [theirs]}, with the MLP that a model has."""
+    modules = {ours: [theirs] for ours, theirs in family.outer.items()}
+    other_mlp = "mlp.up" if cfg.mlp == "swiglu" else "mlp.gate_up"
+    for i in range(cfg.n_layer):
+        for ours, theirs in family.block.items():
+            if ours != other_mlp:
+                names = [f"{family.layers}{i}.{name}" for name in theirs.split()]
+                modules[f"blocks.{i}.{ours}"] = names
+    return modules
+
+
+def rows_of_each(leaf, theirs, rows, cfg):
+    """[(first, last)] of the rows of a module of ours that each of `theirs` has, in their order."""
+    if leaf in ("wte", "head"):
+        rows = cfg.vocab_size
+    if len(theirs) == 1:
+        return [(0, rows)]
+    if leaf == "up":  # relu2's one matrix is both gate and up of a Llama
+        return [(0, rows), (0, rows)]
+    sizes = [cfg.mlp_hidden, cfg.mlp_hidden]
+    if leaf == "qkv":
+        sizes = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    ends = [*itertools.accumulate(sizes)]
+    return [*zip([0, *ends], ends)]
 
 
 def open_tensors(folder, family):
@@ -469,19 +467,22 @@ def open_tensors(folder, family):
     return tensors
 
 
-def has_own_head(folder, family):
-    """Whether the weights of a tied model hold a head unlike the embedding.
+def tie(theirs, family):
+    """Drops the head of a tied model from its slices, if it is the embedding; whether it is.
 
-    transformers then uses both.
+    Where the file has another one, transformers uses both.
     """
-    if not any(folder.glob("model*.safetensors*")):
+    wte = f"{family.outer['wte']}.weight"
+    head = f"{family.outer['head']}.weight"
+    if head not in theirs:
+        return True
+    theirs.setdefault(wte, theirs[head])  # which may be the only copy
+    if theirs[wte].get_shape() != theirs[head].get_shape():
+        return True  # and so a misfit
+    if (theirs[wte][:] != theirs[head][:]).any():
         return False
-    theirs = open_tensors(folder, family)
-    wte = theirs.get(f"{family.outer['wte']}.weight")
-    head = theirs.get(f"{family.outer['head']}.weight")
-    if wte is None or head is None or wte.get_shape() != head.get_shape():
-        return False  # open_hf takes one for the other, or refuses the shapes
-    return bool((wte[:] != head[:]).any())
+    del theirs[head]
+    return True
 
 
 def open_hf(name):
@@ -498,23 +499,13 @@ def open_hf(name):
         warn(f"{folder} has model.safetensors and {INDEX}; the first is read, as transformers does")
     theirs = open_tensors(folder, family)
     if cfg.tie_embeddings:
-        drop_head(theirs, family)
+        tie(theirs, family)
     parts = hf_parts(on_meta(cfg), may_have_more=True)
     wrong = misfits(parts, theirs)
     if wrong:
         words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
     return stack_qkv_and_gate_up(parts, theirs), cfg, cfg.tokenizer
-
-
-def drop_head(theirs, family):
-    """Of a tied model, keeps the embedding alone, of which the head may be the only copy."""
-    wte = f"{family.outer['wte']}.weight"
-    head = f"{family.outer['head']}.weight"
-    if head in theirs:
-        theirs.setdefault(wte, theirs[head])
-        if theirs[wte].get_shape() == theirs[head].get_shape():  # else it is a misfit
-            del theirs[head]
 
 
 def misfits(parts, theirs):

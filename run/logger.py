@@ -231,14 +231,16 @@ class Logger:
             )
         words = "none: nothing was saved"
         if self.saved_at is not None:
-            words = (
-                f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}; "
-                "to go on, the same command with "
-            )
+            longer = ""
             if not stopped:
-                length = "max_tokens" if cfg.max_tokens else "max_steps"
-                words += f"a larger --{'max_seconds' if cfg.max_seconds else length} and "
-            words += "--resume=auto"
+                length = "max_steps"
+                if cfg.max_tokens:
+                    length = "max_tokens"
+                elif cfg.max_seconds:
+                    length = "max_seconds"
+                longer = f"a larger --{length} and "
+            place = f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}"
+            words = f"{place}; to go on, the same command with {longer}--resume=auto"
         show([*rows, ("checkpoint", words)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)

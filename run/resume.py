@@ -71,11 +71,9 @@ class Start:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         others = {tensor.dtype for tensor in self.tensors["model"].values()} - {dtype}
         wrong += [f"weights: checkpoint {other}, now {dtype}" for other in others]
-        absent = (
-            {"optimizer", "loader", "scaler", "world_size"}
-            - self.state.keys()
-            - self.tensors.keys()
-        )
+        # an optimizer without states, such as SGD, has values alone, one of earlier versions tensors
+        present = {*self.state, *self.tensors, *self.state.get("values", {})}
+        absent = {"optimizer", "loader", "scaler", "world_size"} - present
         if cfg.precision == "fp16" and not self.state.get("scaler"):
             absent.add("loss scaler")
         wrong += [f"it has no {name}" for name in sorted(absent)]

@@ -32,7 +32,7 @@ def shard(model, cfg, world, analysis=None):
             if name not in plain
         ]
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
-    if analysis and analysis.chooses:
+    if analysis and analysis.problem:  # values may decide which parameters a block uses
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
 

@@ -166,6 +166,21 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     )
 
 
+def positions_of_two():
+    """For ranks.call: of the error where a loader's state is each rank's own; of none where not."""
+    world = parallel.start("cpu", 60)
+    same = checkpoint.position_of_ranks(SimpleNamespace(state_dict=lambda: {"rows": 3}))
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.position_of_ranks(SimpleNamespace(state_dict=lambda: {"rows": world.rank}))
+    parallel.stop()
+    return same, str(error.value)
+
+
+def test_a_loader_has_one_state_on_all_ranks():
+    words = "must be the same on all ranks: rank 1 has {'rows': 1}, rank 0 has {'rows': 0}"
+    assert ranks.call(2, positions_of_two) == [({"rows": 3}, f"the loader's state {words}")] * 2
+
+
 @pytest.mark.fault(24)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):

@@ -162,7 +162,9 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
 @pytest.mark.parametrize("name, precision, tflops", [
     ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32",
      654),
-    ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None),
+    ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None), ("NVIDIA L40", "bf16", None),
+    ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+    ("NVIDIA GB200", "bf16", 2250),
 ])  # fmt: skip
 def test_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

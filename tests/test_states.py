@@ -1,6 +1,8 @@
 """run/states.py: a value of any type comes back as it was, on each rank, or one line refuses it."""
 
 import collections
+import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 
@@ -201,6 +203,20 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, value):
     with pytest.raises(NotFinite, match="State.own are inf or NaN"):
         saved(state, tmp_path)
     assert not list(tmp_path.glob("step_*"))
+
+
+def test_an_optimizer_without_states_goes_on(tmp_path):
+    cfg = Config(**SHAPE)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    state = state_of(make=make)
+    steps(state, 1)
+    saver = checkpoint.Saver(WORLD, tmp_path, 2)
+    saver.save(state, config=dataclasses.asdict(cfg))
+    start = Start(tmp_path, "auto", dry_run=True)
+    start.check(cfg)
+    other = state_of(make=make)
+    start.restore(other, WORLD)
+    assert other.step == 1
 
 
 def test_another_optimizer_is_refused(tmp_path):
