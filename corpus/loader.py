@@ -11,8 +11,6 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 
 import array
 import bisect
-import collections
-import concurrent.futures
 import contextlib
 import hashlib
 import itertools
@@ -22,25 +20,9 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture
+from corpus.prefetch import prefetched
 from corpus.shards import Shards, fingerprint, same_tokenizer
 from system import files
-
-
-def prefetched(items, depth):
-    """Yields `items`, which a thread makes at most `depth` ahead; raises its exceptions here."""
-    items = iter(items)
-    end = object()
-    pool = concurrent.futures.ThreadPoolExecutor(1)  # one thread makes them in their order
-    try:
-        made = collections.deque(pool.submit(next, items, end) for _ in range(depth))
-        while True:
-            item = made.popleft().result()  # waits for it
-            if item is end:
-                return
-            made.append(pool.submit(next, items, end))  # while the caller works with the item
-            yield item
-    finally:
-        pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
 
 
 class FolderRows:

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import DataError, as_user_error, packing
-from corpus.loader import prefetched
+from corpus.prefetch import prefetched
 from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
 from system import files
 from system.errors import UserError

@@ -263,6 +263,18 @@ def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: "), done
 
 
+def test_making_shards_needs_no_torch(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 40)
+    words = [
+        f"--dataset={tmp_path / 'a.jsonl'}",
+        "--tokenizer=bytes",
+        f"--out_dir={tmp_path / 'd'}",
+    ]
+    code = "assert 'torch' not in sys.modules"
+    done = script(words, code, name="fineweb.py", HF_DATASETS_CACHE=str(tmp_path / "hf"))
+    assert done.returncode == 0 and (tmp_path / "d/manifest.json").exists(), done.stderr
+
+
 def test_help_and_mistakes_of_train_need_no_torch():
     done = script(["--help"], NO_TORCH)
     said = done.stdout

@@ -11,7 +11,8 @@ import torch
 from conftest import one_line, read_rows, write_manifest, write_shard
 
 from corpus import shards as shard_files
-from corpus.loader import DataError, TokenLoader, aligned_starts, prefetched
+from corpus.loader import DataError, TokenLoader, aligned_starts
+from corpus.prefetch import prefetched
 from corpus.shards import split_of, verify
 from system.files import digest
 
