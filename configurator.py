@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import operator
 import os
 import re
 import shlex
@@ -258,14 +259,29 @@ def _type_name(hint):
 # -- checks
 
 
-def too_small(cfg, least):
-    """Problems, a line each: settings below their least, {name: value}, or NaN; None passes."""
+RULES = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "over": operator.gt,
+    "below": operator.lt,
+}
+
+
+def outside(cfg, rule, bounds):
+    """Problems, a line each: settings that break one of RULES, or are NaN; None passes.
+
+    bounds: {name: bound}.
+    """
     found = []
-    for name, bound in least.items():
+    for name, bound in bounds.items():
         value = getattr(cfg, name)
-        if value is not None and not value >= bound:
-            found.append(f"{name}={value} must be at least {bound}")
+        if value is not None and not RULES[rule](value, bound):
+            found.append(f"{name}={value} must be {rule} {bound}")
     return found
+
+
+def too_small(cfg, least):
+    return outside(cfg, "at least", least)
 
 
 def without_folder(cfg, names):

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from configurator import too_small
+from configurator import outside, too_small
 from system.errors import refuse, this_rank
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -129,16 +129,12 @@ class GPTConfig:
         """Why a model of this shape cannot be built, one line each; empty if it can."""
         sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
         sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
-        found = too_small(
-            self,
-            dict.fromkeys(sizes, 1) | {"value_embeddings": 0, "embedding_mix": 0, "dropout": 0},
-        )
-        for name in sizes:
-            most = 10_000 if name == "n_layer" else 1 << 27
-            if (getattr(self, name) or 0) > most:
-                found.append(f"{name} must be at most {most}")
-        found += not_over_0(self, "norm_eps rope_theta rope_factor rope_original softcap")
-        found += not_below_1(self, "dropout")
+        over_0 = ["norm_eps", "rope_theta", "rope_factor", "rope_original", "softcap"]
+        at_least = {"value_embeddings": 0, "embedding_mix": 0, "dropout": 0}
+        found = too_small(self, dict.fromkeys(sizes, 1) | at_least)
+        found += outside(self, "at most", dict.fromkeys(sizes, 1 << 27) | {"n_layer": 10_000})
+        found += outside(self, "over", dict.fromkeys(over_0, 0))
+        found += outside(self, "below", {"dropout": 1})
         if found:
             return found
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -243,22 +239,23 @@ class Config(GPTConfig):
     command_line = None  # as it was typed after train.py; None: made in code
 
     # nanoGPT's names, and what is meant here
-    others_names = {"dataset": "data_dir", "learning_rate": "lr", "max_iters": "max_steps"}
-    others_names |= {
-        "gradient_accumulation_steps": "batch_tokens, which is in tokens",
-        "dtype": "precision",
-    }
-    others_names |= {
-        "grad_clip": "clip",
-        "lr_decay_iters": "max_steps",
+    others_names = {
+        "dataset": "data_dir",
+        "learning_rate": "lr",
         "decay_lr": "schedule=constant",
-    }
-    others_names |= {
         "min_lr": "min_lr_ratio, a share of lr",
+        "max_iters": "max_steps",
+        "lr_decay_iters": "max_steps",
+        "gradient_accumulation_steps": "batch_tokens, which is in tokens",
+        "grad_clip": "clip",
+        "dtype": "precision",
         "eval_iters": "eval_tokens, which is in tokens",
+        "eval_only": "python validate.py",
+        "always_save_checkpoint": "save_interval",
+        "wandb_log": "wandb",
+        "wandb_project": "wandb",
+        "wandb_run_name": "wandb",
     }
-    others_names |= {"eval_only": "python validate.py", "always_save_checkpoint": "save_interval"}
-    others_names |= dict.fromkeys(["wandb_log", "wandb_project", "wandb_run_name"], "wandb")
 
     def row_tokens(self, ranks):
         """Tokens of one row on each rank, all ranks together; some may share a row."""
@@ -314,18 +311,6 @@ class TrainedConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each rank holds: ddp: all; fsdp: a part
 
 
-def not_over_0(cfg, names):
-    """Settings in a text of names that are 0 or less, one line each; None passes."""
-    values = {name: getattr(cfg, name) for name in names.split()}
-    return [f"{k}={v} must be over 0" for k, v in values.items() if v is not None and not v > 0]
-
-
-def not_below_1(cfg, names):
-    """Settings in a text of names that are 1 or more, one line each."""
-    values = {name: getattr(cfg, name) for name in names.split()}
-    return [f"{k}={v} must be below 1" for k, v in values.items() if v >= 1]
-
-
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict.
 
@@ -341,27 +326,24 @@ def check(cfg, ranks=None):
     refuse(shape_conflicts(cfg, ranks))
 
 
+AT_LEAST_1 = (
+    "batch_size batch_tokens max_steps max_tokens keep_last log_interval norms_interval "
+    "remat_every remat_tile timeout_s"
+).split()
+AT_LEAST_0 = (
+    "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 seed "
+    "warmup_steps momentum_warmup max_skipped_steps eval_interval hellaswag_interval "
+    "sample_interval save_interval shuffle_seed"
+).split()
+
+
 def out_of_range(cfg, ranks):
     """Settings of a run that are out of range by themselves, one line each."""
-    one = (
-        "batch_size batch_tokens max_steps keep_last log_interval remat_every timeout_s remat_tile"
-    )
-    one += " norms_interval max_tokens"
-    zero = (
-        "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 "
-        "beta2 warmup_steps seed"
-    )
-    zero += (
-        " momentum_warmup eval_interval hellaswag_interval sample_interval "
-        "save_interval shuffle_seed"
-    )
-    zero += " max_skipped_steps"
-    least = (
-        dict.fromkeys(one.split(), 1)
-        | dict.fromkeys(zero.split(), 0)
-        | {"eval_tokens": cfg.block_size}
-    )
-    found = not_over_0(cfg, "max_seconds") + not_below_1(cfg, "beta1 beta2") + too_small(cfg, least)
+    found = outside(cfg, "over", {"max_seconds": 0})
+    found += outside(cfg, "below", {"beta1": 1, "beta2": 1})
+    found += too_small(cfg, dict.fromkeys(AT_LEAST_1, 1))
+    found += too_small(cfg, dict.fromkeys(AT_LEAST_0, 0))
+    found += too_small(cfg, {"eval_tokens": cfg.block_size})
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
     if not grows(cfg):
