@@ -173,7 +173,7 @@ class Config(GPTConfig):
     overfit: bool = False  # train on the first batch only: the loss must go to zero
     seed: int = 1337  # of the initial weights and dropout
     # Data
-    data_dir: str = "data/fineweb-edu"  # shards or nanoGPT's *.bin; by share: data/a:0.7,data/b:0.3
+    data_dir: str = "data/fineweb-edu"  # shards or nanoGPT's *.bin; mixed: data/a:0.7,data/b:0.3
     tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
     shuffle_seed: int | None = None  # shuffles the rows anew in each epoch; None: as in the shards
     align_documents: bool = False  # every row starts where a document does, if one begins in it

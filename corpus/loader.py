@@ -30,12 +30,12 @@ class FolderRows:
 
     Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
     that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
-    share: how many rows of the mixture's period are this folder's.
+    weight: how many rows of the mixture's period are this folder's.
     """
 
-    def __init__(self, shards, share, T, shuffle_seed, align):
+    def __init__(self, shards, weight, T, shuffle_seed, align):
         self.shards = shards
-        self.share = share
+        self.weight = weight
         self.T = T
         self.shuffle_seed = shuffle_seed
         self.starts = range(0, shards.tokens, T)
@@ -107,14 +107,14 @@ class TokenLoader:
     def __post_init__(self):
         self.device = torch.empty(0, device=self.device).device  # with its index
         self.folders = []
-        for folder, share in mixture.folders(str(self.data_dir)):
+        for folder, weight in mixture.folders(str(self.data_dir)):
             shards = Shards(folder, self.split, self.vocab_size)
             if self.align and shards.eot is None:
                 raise DataError(
                     f"align_documents needs the separator, and there is no {folder}/manifest.json"
                 )
-            self.folders.append(FolderRows(shards, share, self.T, self.shuffle_seed, self.align))
-        self.turns = mixture.turns([rows.share for rows in self.folders])
+            self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed, self.align))
+        self.turns = mixture.turns([rows.weight for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
         self.tokens = sum(one.tokens for one in shards)
         self.tokenizer = shards[0].tokenizer
@@ -184,7 +184,7 @@ class TokenLoader:
         periods, turn = divmod(row, len(self.turns))  # whole periods before it, place in its own
         folder, rows_before = self.turns[turn]
         rows = self.folders[folder]
-        return rows.read(periods * rows.share + rows_before)
+        return rows.read(periods * rows.weight + rows_before)
 
     def _batch(self, rows):
         """x and y as int32 (2, B, T), half of int64's bytes, in pinned memory for CUDA."""
@@ -246,7 +246,7 @@ class TokenLoader:
         found = [("data", f"{self.data_dir}: {words}")]
         if len(self.folders) > 1:
             for rows in self.folders:
-                part = rows.share / len(self.turns)
+                part = rows.weight / len(self.turns)
                 words = f"{rows.shards.folder}: {part:.1%} of the rows"
                 if tokens:
                     words += f", {tokens / self.T * part / rows.per_epoch:.2f} epochs"
@@ -261,7 +261,7 @@ class TokenLoader:
             state["validation"] = self.validation
         state |= {"shuffle_seed": self.shuffle_seed, "align_documents": self.align}
         if len(self.folders) > 1:
-            state["shares"] = [rows.share for rows in self.folders]
+            state["weights"] = [rows.weight for rows in self.folders]
         return state
 
     def load_state_dict(self, state):

@@ -10,7 +10,7 @@ FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST, and up to the
 
 
 def folders(data_dir):
-    """[(folder, share)] that `data_dir` names, the shares as integers without a common divisor.
+    """[(folder, weight)] that `data_dir` names, the weights as integers without a common divisor.
 
     A colon before a number begins a weight; without any weight the whole text is one folder.
     """
@@ -18,7 +18,7 @@ def folders(data_dir):
     matches = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", part) for part in parts]
     if not any(matches) and (len(parts) == 1 or os.path.isdir(data_dir)):
         return [(data_dir, 1)]
-    weights = {}
+    given = {}
     for part, match in zip(parts, matches):
         if not match or float(match[2]) <= 0:
             raise UserError(
@@ -26,27 +26,27 @@ def folders(data_dir):
                 "write a mixture as data/a:0.7,data/b:0.3"
             )
         folder, weight = match.groups()
-        weights[folder] = weights.get(folder, 0) + float(weight)
-    whole = sum(weights.values())
-    shares = [max(1, round(FINEST * weight / whole)) for weight in weights.values()]
-    divisor = math.gcd(*shares)
-    return [(folder, share // divisor) for folder, share in zip(weights, shares)]
+        given[folder] = given.get(folder, 0) + float(weight)
+    whole = sum(given.values())
+    weights = [max(1, round(FINEST * weight / whole)) for weight in given.values()]
+    divisor = math.gcd(*weights)
+    return [(folder, weight // divisor) for folder, weight in zip(given, weights)]
 
 
-def turns(shares):
-    """(folder, its rows before) for each row of a period of sum(shares) rows, which then repeats.
+def turns(weights):
+    """(folder, its rows before) for each row of a period of sum(weights) rows, which then repeats.
 
     Among the first n rows a folder has its share of n, rounded up or down, since of the folders
     that may come the most urgent one comes first (Liu and Layland, https://doi.org/10.1145/321738.321743).
     """
-    period = sum(shares)
-    rows_before = [0] * len(shares)
+    period = sum(weights)
+    rows_before = [0] * len(weights)
     order = []
     for row in range(period):
         deadlines = {}  # by folder: the row before which its next one must come
-        for folder, share in enumerate(shares):
-            if rows_before[folder] * period < (row + 1) * share:  # else it is ahead of its share
-                deadlines[folder] = -(-(rows_before[folder] + 1) * period // share)
+        for folder, weight in enumerate(weights):
+            if rows_before[folder] * period < (row + 1) * weight:  # else it is ahead of its share
+                deadlines[folder] = -(-(rows_before[folder] + 1) * period // weight)
         folder = min(deadlines, key=deadlines.get)
         order.append((folder, rows_before[folder]))
         rows_before[folder] += 1

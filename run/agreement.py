@@ -43,7 +43,7 @@ def data(cfg, loader, val_loaders):
     """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
 
     It also raises it where the loader's batches have other rows than batch_schedule needs.
-    val_loaders: (share, loader) of each folder.
+    val_loaders: (weight, loader) of each folder.
     """
     ranks = parallel.rank_and_size()[1]
     rows = cfg.loader_rows(ranks)

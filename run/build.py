@@ -98,11 +98,11 @@ def make_loader(cfg, world):
 
 
 def validation_loaders(cfg, world):
-    """[(share of the loss and of the tokens, loader)] of the folders' validation splits."""
+    """[(weight in the loss and in the tokens, loader)] of the folders' validation splits."""
     folders = mixture.folders(str(cfg.data_dir))
-    whole = sum(share for _, share in folders)
+    whole = sum(weight for _, weight in folders)
     loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
-    return [(share / whole, loader) for (_, share), loader in zip(folders, loaders)]
+    return [(weight / whole, loader) for (_, weight), loader in zip(folders, loaders)]
 
 
 def for_rank(cfg, world):

@@ -275,22 +275,22 @@ def plain(evaluation, name, value):
 def validation_loss(model, loaders, tokens, autocast, own, stop):
     """The losses of the data folders, and of their mixture; None once stop() is true.
 
-    loaders: [(share of the loss and of the tokens, loader)]. Bits per byte of folders differ too
+    loaders: [(weight in the loss and in the tokens, loader)]. Bits per byte of folders differ too
     much to have a mean.
     """
     folders, extras = {}, {}
     loss = 0.0
     errors = []
-    for share, loader in loaders:
-        part = max(loader.T, round(share * tokens))
+    for weight, loader in loaders:
+        part = max(loader.T, round(weight * tokens))
         table, found = score_rows(model, loader, part, autocast, own, stop)
         if stop():
             return None
         score = folders[loader.data_dir] = loss_of_table(table, loader.documents(table.shape[1]))
-        loss += share * score["loss"]
-        errors.append(share * score["stderr"])
+        loss += weight * score["loss"]
+        errors.append(weight * score["stderr"])
         for name, value in found.items():
-            extras[name] = extras.get(name, 0.0) + share * value
+            extras[name] = extras.get(name, 0.0) + weight * value
     if len(folders) > 1:
         score = dict(loss=loss, stderr=math.hypot(*errors), bpb=None, folders=folders)
     else:
@@ -330,7 +330,7 @@ def add_validation(evaluations, cfg, world, loaders):
     own = functools.partial(context_parallel.own_tokens, cfg, world)
     stop = evaluations.watch.agreed
     splits = ", ".join(
-        f"{share:g} of {getattr(loader, 'fingerprint', None)}" for share, loader in loaders
+        f"{weight:g} of {getattr(loader, 'fingerprint', None)}" for weight, loader in loaders
     )
     # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"

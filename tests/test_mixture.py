@@ -52,13 +52,15 @@ def mix(root, **weights):
 def test_every_prefix_has_the_shares_to_within_a_row(number):
     rng = random.Random(number)
     text = ",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number))
-    shares = [share for _, share in mixture.folders(text)]
-    counts, period = [0] * number, sum(shares)
-    for n, (folder, before) in enumerate(mixture.turns(shares), 1):
+    weights = [weight for _, weight in mixture.folders(text)]
+    counts, period = [0] * number, sum(weights)
+    for n, (folder, before) in enumerate(mixture.turns(weights), 1):
         assert before == counts[folder]
         counts[folder] += 1
-        assert all(abs(count * period - n * share) < period for count, share in zip(counts, shares))
-    assert counts == shares
+        assert all(
+            abs(count * period - n * weight) < period for count, weight in zip(counts, weights)
+        )
+    assert counts == weights
 
 
 def test_names_and_weights():
@@ -100,7 +102,7 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     again.close()
     other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
     with pytest.raises(
-        DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"
+        DataError, match=r"weights \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"
     ):
         other.load_state_dict(state)
     for loader in alone.values():
