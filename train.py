@@ -236,12 +236,18 @@ def train(cfg, world, watch):
             training.update(totals, norm)
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
-        own = [watch.asked > 0, saver.written(), log.elapsed(state.step + log.late), log.seconds]
+        own = {
+            "asked to stop": watch.asked > 0,
+            "save written": saver.written(),
+            "seconds": log.elapsed(state.step + log.late),
+            "seconds a step": log.seconds,
+        }
         means = training.figures.over_ranks(totals, norm, own)
-        asked, written, state.seconds, seconds = log.step(state, lr, means, began)
-        if asked or seconds > LONG:
+        of_ranks = log.step(state, lr, means, began)
+        state.seconds = of_ranks["seconds"]
+        if of_ranks["asked to stop"] or of_ranks["seconds a step"] > LONG:
             watch.agreed()
-        if written == 1:  # a save in the background, by every rank
+        if of_ranks["save written"] == 1:  # by every rank, in the background
             saver.wait()
 
     log.catch_up()

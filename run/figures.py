@@ -45,8 +45,8 @@ class Figures:
     def over_ranks(self, totals, norm, own):
         """The Means of a step over all ranks.
 
-        norm: of the gradients; own: further numbers of this rank. It takes one all-reduce, for
-        which no host waits, except in the first step, when the ranks compare extras.
+        norm: of the gradients; own: {name: a further number of this rank}. It takes one all-reduce,
+        for which no host waits, except in the first step, when the ranks compare extras.
         """
         if not self.compared:
             self.compared = True
@@ -56,27 +56,28 @@ class Figures:
             norm = norm.full_tensor()
         share = totals[0].float()
         figures = [total.to(share) for total in (*totals, norm)]
-        figures += [torch.full_like(share, number) for number in own]
-        return Means(torch.stack(figures), self)
+        figures += [torch.full_like(share, number) for number in own.values()]
+        return Means(torch.stack(figures), self, own)
 
 
 class Means:
     """A step's figures on their way to the host."""
 
-    def __init__(self, tensor, figures):
+    def __init__(self, tensor, figures, own):
         self.figures = figures
+        self.own = own
         self.later = parallel.Later(parallel.sum_over_ranks(tensor) / figures.ranks)
         self.moment = self.later.moment
 
     def get(self):
-        """(loss, norm, {extra: mean}, [means of `own` over ranks]); waits for the step's end."""
+        """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end."""
         figures = self.figures
         share, targets, *values = self.later.get()
         targets = max(targets, 1.0 / figures.ranks)  # of a rank, on average
         loss = share * (figures.batch_tokens / figures.ranks / targets)
         extras = {name: value / targets for name, value in zip(figures.names, values)}
         norm, *own = values[len(extras) :]
-        return loss, norm, extras, own
+        return loss, norm, extras, dict(zip(self.own, own))
 
 
 def scalar(name, value, device):

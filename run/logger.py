@@ -80,7 +80,7 @@ class Logger:
         # a step is read late, on CUDA when the next one is queued, so that the device has work
         self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
-        self.own = []  # means over the ranks of what they gave to `step`, of the step read last
+        self.own = {}  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
         self.mark = None  # the Moment of its end
         self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
@@ -303,9 +303,9 @@ class Logger:
         """
         step = launched.step
         loss, norm, extras, self.own = launched.means.get()
-        mean_seconds = self.own[-1]  # of a step before; the ranks' mean, so that all do the same
         self.late = 0
-        if self.world.device.type == "cuda" and mean_seconds < LONG:
+        # of a step before; the ranks' mean, so that all do the same
+        if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
         self._time(launched)
         if step in self.with_step:

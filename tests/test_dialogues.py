@@ -300,7 +300,7 @@ def masked_step(words):
     job = train.Training(build.choose(cfg, world.device)[0], world, loader)
     sums = job.accumulate(loader.next)
     norm = job.clip(sums)
-    loss = job.figures.over_ranks(sums, norm, []).get()[0]
+    loss = job.figures.over_ranks(sums, norm, {}).get()[0]
     loader.close()
     whole = {
         n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
