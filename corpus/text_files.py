@@ -167,20 +167,17 @@ class Zstd(io.RawIOBase):
 
     def __init__(self, file):
         self.chunks = zstd_chunks(file)
-        self.ready = b""
+        self.chunk = io.BytesIO()  # what is not yet read of one
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
-        while not self.ready:
+        while not (size := self.chunk.readinto(buffer)):
             chunk = next(self.chunks, None)
             if chunk is None:
                 return 0
-            self.ready = memoryview(chunk)
-        size = min(len(buffer), len(self.ready))
-        buffer[:size] = self.ready[:size]
-        self.ready = self.ready[size:]
+            self.chunk = io.BytesIO(chunk)
         return size
 
 
