@@ -261,7 +261,7 @@ class TokenLoader:
             state["validation"] = self.validation
         state |= {"shuffle_seed": self.shuffle_seed, "align_documents": self.align}
         if len(self.folders) > 1:
-            state["weights"] = [rows.weight for rows in self.folders]
+            state["shares"] = [rows.weight for rows in self.folders]
         return state
 
     def load_state_dict(self, state):

@@ -102,7 +102,7 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     again.close()
     other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
     with pytest.raises(
-        DataError, match=r"weights \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"
+        DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]; to go on with it anyway"
     ):
         other.load_state_dict(state)
     for loader in alone.values():
