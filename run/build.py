@@ -21,7 +21,7 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, reshard, source
 from run.flops import ModelAnalysis, total_and_matmul_parameters
-from scale import context_parallel, memory, parallel
+from scale import context_parallel, memory, mixing, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError
@@ -141,6 +141,8 @@ def build_model(cfg, world, weights=None, eot=None):
     device = world.device
     analysis = ModelAnalysis(cfg, device)
     refuse_edits(cfg, analysis)
+    if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
+        eot = separator(cfg)
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, analysis)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
@@ -155,15 +157,18 @@ def build_model(cfg, world, weights=None, eot=None):
     parallel.broadcast(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
-    if cfg.document_mask:
-        from scale import documents
-
-        documents.check_mixing(model, cfg, world, autocast(cfg.precision, device))
-    if cfg.context_parallel > 1:
-        if eot is None and cfg.tokenizer:
-            eot = tokenizers.load(cfg.tokenizer).eot
-        context_parallel.check_mixing(model, cfg, world, autocast(cfg.precision, device), eot)
+    mixing.check(model, cfg, world, autocast(cfg.precision, device), eot)
     return model, analysis
+
+
+def separator(cfg):
+    """The id before each document, the tokenizer's, or None where nothing tells the tokenizer."""
+    if cfg.tokenizer:
+        return tokenizers.load(cfg.tokenizer).eot
+    if cfg.document_mask:
+        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
+        raise UserError(f"document_mask {why}; set --tokenizer")
+    return None
 
 
 def refuse_edits(cfg, analysis):
@@ -209,7 +214,7 @@ def prepare(model, cfg, world, eot, analysis):
             if text and text not in forms.edits:  # else it has a forward that fp8 does not know
                 fast.fp8.track(layer)
     if cfg.document_mask:
-        documents.apply(model, documents.separator(cfg, eot))
+        documents.apply(model, eot)
     if cfg.remat != "none":
         activation_checkpointing.apply(model, cfg, world.device.type)
     if cfg.context_parallel > 1:

@@ -4,12 +4,11 @@ Only attention's core mixes tokens: an all-to-all before it exchanges tokens for
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
 https://arxiv.org/abs/2309.14509); and model.Previous, for which a rank has its first token's from
 the rank before. They are data-parallel ranks to gradients. An edit that mixes tokens outside
-attn.core is refused, see `check_mixing`.
+attn.core is refused, see scale/mixing.py.
 """
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 
@@ -20,10 +19,8 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 
 import kernels
 import model as models
-from scale import generators, parallel
+from scale import parallel
 from system.errors import UserError
-
-CHECKED_TOKENS = 16  # tokens of each rank in `check_mixing`
 
 
 @dataclasses.dataclass
@@ -35,8 +32,6 @@ class ContextRanks:
     size: int
     after_another: Tensor | None = None  # 1.0, and 0.0 on the first of them, see RankBefore
     on: bool = True  # False: each has whole, separate rows, see `whole_rows`
-    checking: bool = False  # whether cores are asked the following, while `on` is False
-    head_free: bool = True  # no core, as far as seen, depends on which heads it is given
 
 
 def apply(model, cfg, world):
@@ -94,11 +89,9 @@ def innermost(core):
 
 
 @contextlib.contextmanager
-def whole_rows(model, names=("context_ranks", "documents")):
-    """Each rank has whole rows of its own, one document each, as HellaSwag and samples need them.
-
-    names: what is switched off until the end, of context parallelism and document masks.
-    """
+def whole_rows(model):
+    """Within it each rank has whole rows of its own, one document each, as HellaSwag needs them."""
+    names = ("context_ranks", "documents")
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     before = [part.on for part in parts]
     for part in parts:
@@ -124,10 +117,7 @@ class Ulysses:
         """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
         ranks, N = self.ranks, self.ranks.size
         if not ranks.on:
-            y = self.core(q, k, v, *options)
-            if ranks.checking:
-                ranks.head_free &= self.head_free(y, q, k, v, *options)
-            return y
+            return self.core(q, k, v, *options)
         if q.size(-1) != v.size(-1):
             widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
             raise UserError(
@@ -157,11 +147,12 @@ class Ulysses:
         first = rank * q.size(1)
         return self.core(q, k, v, *options, heads=slice(first, first + q.size(1)))
 
-    def head_free(self, y, q, k, v, *options):
-        """Whether y, of all heads, is what the core computes of each rank's heads apart.
+    def is_head_free(self, q, k, v, *options):
+        """Whether the core computes of all heads what it computes of each rank's heads apart.
 
         A core that draws random numbers cannot be compared, and counts as such.
         """
+        y = self.core(q, k, v, *options)
         heads = [x.chunk(self.ranks.size, dim=1) for x in self.repeat_kv_heads(q, k, v)]
         try:
             parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
@@ -224,115 +215,3 @@ def own_tokens(cfg, world, x, y):
     first = world.rank % N * T
     positions = torch.arange(first, first + T, device=x.device)
     return x[:, first : first + T], y[:, first : first + T], positions
-
-
-def check_mixing(model, cfg, world, autocast, eot=None):
-    """Raises UserError if rows that ranks share differ from the same rows on each rank alone.
-
-    Without this, an edit that mixes tokens outside attn.core, or in the loss, would silently give
-    wrong results. eot: the id that separates documents, which then occurs in the rows.
-    """
-    wrapped = functools.partial(wrap, ranks=model.context_ranks)
-    trial = functools.partial(compare, eot=eot)
-    differ = try_on_narrow_copy(model, cfg, world, autocast, wrapped, trial)
-    if any(parallel.gather_objects(differ)):
-        why = "model.py mixes tokens outside of attn.core, or in its loss"
-        raise UserError(
-            f"context_parallel={cfg.context_parallel} divides rows among ranks, and {why}"
-        )
-
-
-def try_on_narrow_copy(model, cfg, world, autocast, wrapped, trial):
-    """Returns what `trial` finds of `narrow_copy`, once `wrapped` has wrapped it.
-
-    trial(model, its settings, world, autocast, whether it is narrow). The model is of the same
-    code, in float32 and with random weights, since initial weights may be zero. Where an edit
-    cannot be built or run that narrow, it is a trial of the run's own model.
-    """
-    precision = torch.get_float32_matmul_precision()
-    try:
-        # not TF32: its rounding made 32 blocks differ by more than the bounds
-        torch.set_float32_matmul_precision("highest")
-        small, shape = narrow_copy(cfg, world)
-        wrapped(small)
-        small.train()  # what is added to the loss in training alone counts too
-        return trial(small, shape, world, contextlib.nullcontext(), True)
-    except UserError:
-        raise
-    except Exception:  # of any type: an edit that depends on a width, say
-        torch.set_float32_matmul_precision(precision)
-        model.eval()
-        found = trial(model, cfg, world, autocast, False)
-        model.train()
-        parallel.free_gathered(model)
-        return found
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-def narrow_copy(cfg, world):
-    """(model, its settings): cfg's depth and heads, of 8 channels each, with random weights."""
-    T = min(cfg.block_size, CHECKED_TOKENS * cfg.context_parallel)
-    widths = dict(n_embd=8 * cfg.n_head, head_dim=8, n_hidden=16 * cfg.n_head, block_size=T)
-    shape = dataclasses.replace(cfg, **widths, attention="math", dropout=0.0)
-    with generators.preserved(world.device):
-        small = models.build(shape, world.device, cfg.seed)
-        with torch.no_grad():
-            for parameter in small.parameters():
-                noise = torch.randn_like(parameter)
-                if parameter.dim() > 1:
-                    parameter.copy_(noise / parameter.size(-1) ** 0.5)
-                else:
-                    parameter.add_(0.1 * noise)
-    return small, shape
-
-
-@torch.no_grad()
-def compare(model, cfg, world, autocast, is_narrow, eot):
-    """Whether logits or losses differ on parts and on whole rows.
-
-    The bound on logits is relative to their standard deviation. A forward that draws random numbers
-    cannot be compared, and counts as the same.
-    """
-    logits_most, loss_most = 0.1, 5e-3
-    if is_narrow:
-        logits_most, loss_most = 0.01, 5e-6
-    elif cfg.precision in ("fp32", "tf32"):
-        logits_most, loss_most = 0.03, 1e-4
-    T = min(cfg.block_size, CHECKED_TOKENS * cfg.context_parallel)
-    draw = torch.Generator().manual_seed(cfg.seed)
-    rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
-    if eot is not None:
-        rows = torch.where(rows == eot, (rows + 1) % cfg.vocab_size, rows)
-        if not hasattr(model, "documents"):  # whose rows are one document each while they are whole
-            rows[:, 2 :: CHECKED_TOKENS // 2] = eot
-    rows = rows.to(world.device)
-    idx, targets, ranks = rows[:, :-1], rows[:, 1:], model.context_ranks
-    x, y, positions = own_tokens(cfg, world, idx, targets)
-    with autocast, generators.preserved(world.device), torch.compiler.set_stance("force_eager"):
-        with whole_rows(model):
-            loss, count, _ = model(idx, targets)
-            again, _, _ = model(idx, targets)
-            ranks.checking = True
-            expected = model.logits(idx)[:, positions]
-            ranks.checking = False
-        if not ranks.head_free:
-            why = (
-                "attn.core depends on which heads it is given: give it a parameter "
-                "heads=slice(None)"
-            )
-            raise UserError(
-                f"context_parallel={cfg.context_parallel} gives each rank some heads, and {why}"
-            )
-        share, own_count, _ = model(x, y, positions)
-        totals = torch.stack(
-            [torch.as_tensor(share * own_count), torch.as_tensor(own_count).to(share)]
-        )
-        totals = totals.float()
-        torch.distributed.all_reduce(totals, group=ranks.group)
-        found = model.logits(x, positions=positions)
-    nats, all_targets = totals
-    differ = (found - expected).std() > logits_most * expected.std()
-    differ = differ or abs(nats / all_targets - loss) > loss_most * abs(loss)
-    differ = differ or abs(all_targets - count) > 0.5
-    return bool(differ and loss == again)

@@ -6,7 +6,6 @@ CUDA in 16 bits kernels.attention is torch.nn.attention.varlen, which waits for 
 Elsewhere, and for another core or text of it, the core is called for each document alone.
 """
 
-import functools
 import inspect
 import itertools
 
@@ -14,22 +13,11 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 import kernels
-from corpus import tokenizer as tokenizers
 from fast import forms
-from scale import context_parallel, generators
+from scale import context_parallel
 from system.errors import UserError
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
-
-
-def separator(cfg, eot):
-    """The id before each document: the manifest's `eot`, else the tokenizer's."""
-    if eot is not None or not cfg.document_mask:
-        return eot
-    if cfg.tokenizer is None:
-        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
-        raise UserError(f"document_mask {why}; set --tokenizer")
-    return tokenizers.load(cfg.tokenizer).eot
 
 
 def apply(model, eot):
@@ -48,38 +36,6 @@ def apply(model, eot):
             documents.find_bounds(context_parallel.whole_sequences(model, inputs[0]), inputs[0])
 
     model.register_forward_pre_hook(find)
-
-
-def check_mixing(model, cfg, world, autocast):
-    """Raises UserError if the loss of a document depends on the one before it in its row.
-
-    Without this, an edit that mixes tokens outside attn.core would silently cross documents.
-    """
-    eot = model.documents.eot
-    wrapped = functools.partial(apply, eot=eot)
-    if eot >= 0 and context_parallel.try_on_narrow_copy(
-        model, cfg, world, autocast, wrapped, crosses
-    ):
-        why = "model.py mixes tokens outside of attn.core, so that they cross documents"
-        raise UserError(f"document_mask=True: {why}; leave it out, or mix them in attn.core")
-
-
-@torch.no_grad()
-def crosses(model, cfg, world, autocast, is_narrow):
-    """Whether ids before a document change its loss; False if the forward draws random numbers."""
-    T = min(cfg.block_size, 2 * context_parallel.CHECKED_TOKENS)
-    draw = torch.Generator().manual_seed(cfg.seed)
-    rows = torch.randint(cfg.vocab_size, (2, T + 1), generator=draw)
-    rows[1, T // 2 :] = rows[0, T // 2 :]
-    rows[:, T // 2] = model.documents.eot
-    rows = rows.to(world.device)
-    x, y = rows[:, :-1], rows[:, 1:].clone()
-    y[:, : T // 2] = -100
-    with autocast, generators.preserved(world.device), torch.compiler.set_stance("force_eager"):
-        with context_parallel.whole_rows(model, ["context_ranks"]):
-            first, again, other = (model(x[[row]], y[[row]])[0] for row in (0, 0, 1))
-    most = 1e-6 if is_narrow or cfg.precision == "fp32" else 1e-3
-    return bool(abs(other - first) > most * abs(first) and first == again)
 
 
 class Documents:

@@ -3,8 +3,6 @@
 NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import ranks
 import torch
@@ -14,7 +12,7 @@ from test_signals import attempt, check_restarts, check_told, error_lines
 
 from configurator import configure
 from run.build import choose
-from scale import context_parallel, parallel
+from scale import mixing, parallel
 from scale.precision import autocast
 from settings import Config
 
@@ -57,13 +55,11 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
 
 
 def proof_in_rank(words):
-    """`check_mixing` on a narrow model of all layers, whose GEMMs are not in TF32."""
+    """`mixing.check` on a narrow model of all layers, whose GEMMs are not in TF32."""
     cfg = configure(Config, words)
     world = parallel.join(cfg)
     cfg, _ = choose(cfg, world.device)
-    group = torch.distributed.group.WORLD
-    model = SimpleNamespace(context_ranks=context_parallel.ContextRanks(group, world.rank, 2))
-    context_parallel.check_mixing(model, cfg, world, autocast(cfg.precision, world.device))
+    mixing.check(None, cfg, world, autocast(cfg.precision, world.device))
     return torch.get_float32_matmul_precision()
 
 
