@@ -1,5 +1,6 @@
 """Parameter groups, optimizers, gradient clipping; rate and batch by how far a run is."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -87,8 +88,9 @@ def build(name, groups, model, cfg):
 
         return AdamW8bit(groups, **options, seed=cfg.seed)
     if name == "muon":
-        rows = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
-        return Muon(groups, rows, cfg.lr, cfg.momentum_warmup, cfg.compile)
+        weights = [(name, p) for name, p in model.named_parameters() if p.dim() > 1]
+        parts = {p: matrices_of(name, p, cfg) for name, p in weights}
+        return Muon(groups, parts, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
         what = f"param_groups names the optimizer {name!r}"
         raise UserError(f"optim.py: {what}, which `build` does not know")
@@ -268,21 +270,22 @@ def set_learning_rate(optimizer, lr):
 
 
 def matrices_of(name, weight, cfg):
-    """How many rows each matrix in a weight has: q, k and v, gate and up are each their own.
+    """[Matrix] of a weight: q, k and v, gate and up are each their own.
 
     Of a stack, (n, rows, columns), each of its n entries is one.
     """
+    rows = math.prod(weight.shape[:-1])
+    counts = [rows]
     if weight.dim() == 3:
-        return [weight.size(1)] * weight.size(0)
-    rows = weight.size(0)
-    parts = [rows]
-    if name.endswith("qkv.weight"):
-        parts = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+        counts = [weight.size(1)] * weight.size(0)
+    elif name.endswith("qkv.weight"):
+        counts = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     elif name.endswith("gate_up.weight"):
-        parts = [rows // 2] * 2
-    if sum(parts) != rows:  # of an edit
-        return [rows]
-    return parts
+        counts = [rows // 2] * 2
+    if sum(counts) != rows:  # of an edit
+        counts = [rows]
+    firsts = itertools.accumulate(counts, initial=0)
+    return [Matrix(weight, first, count) for first, count in zip(firsts, counts)]
 
 
 @dataclass
@@ -300,20 +303,25 @@ class Matrix:
     def shape(self):
         return self.rows, self.weight.size(-1)
 
-    def rows_of_weight(self, rank=None):
-        """(first, last) row that a rank of the weight's shards holds; None: this rank."""
+    def shard(self, rank=None):
+        """(first, last) row of the weight that a rank of its shards holds; None: this rank."""
+        first, last = rows_of(self.weight, rank)
         each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
-        return tuple(row * each for row in rows_of(self.weight, rank))
+        return first * each, last * each
 
-    def held(self, rank=None):
-        """(first, last) of this matrix' rows that a rank of the shards holds; None: this one."""
-        return tuple(min(max(row - self.first, 0), self.rows) for row in self.rows_of_weight(rank))
+    def rows_on(self, rank=None):
+        """A slice of this matrix' rows: those that a rank of the shards holds; None: this rank."""
+        first, last = self.shard(rank)
+        begin = min(max(first - self.first, 0), self.rows)
+        end = min(max(last - self.first, 0), self.rows)
+        return slice(begin, end)
 
     def rows_in(self, tensor):
         """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
-        above = self.rows_of_weight()[0]  # rows of the weight that lower ranks hold
-        first, last = (self.first + row - above for row in self.held())
-        return tensor.flatten(0, -2)[first:last]
+        above, _ = self.shard()  # rows of the weight that lower ranks hold
+        own = self.rows_on()
+        offset = self.first - above
+        return tensor.flatten(0, -2)[offset + own.start : offset + own.stop]
 
 
 class Muon(torch.optim.Optimizer):
@@ -322,8 +330,8 @@ class Muon(torch.optim.Optimizer):
     A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov
     momentum. Only elements that the update shrinks as well decay
     (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. parts: {parameter:
-    rows of each matrix in it}. warmup: steps in which the momentum rises from 0.85. found_inf: as
-    in torch.optim.AdamW.
+    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85. found_inf: as in
+    torch.optim.AdamW.
     """
 
     knows_found_inf = True
@@ -337,10 +345,7 @@ class Muon(torch.optim.Optimizer):
         matrices = []
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-            first = 0
-            for rows in parts[p]:
-                matrices.append(Matrix(p, first, rows))
-                first += rows
+            matrices += parts[p]
         _, ranks, _ = ranks_of(weights[0])
         self.batches = []  # of matrices of one shape up to transposition
         for shape, same in by_shape(matrices, lambda m: tuple(sorted(m.shape))).items():
@@ -358,23 +363,24 @@ class Muon(torch.optim.Optimizer):
 
         Each for all weights before the next, since a batch has matrices of many.
         """
-        lists = [lists_of_one_shape(group["params"]) for group in self.param_groups]
-        weights = [p for of_group in lists for some in of_group for p in some]
+        parts = []  # (group, some of its weights, of one shape)
+        for group in self.param_groups:
+            parts += [(group, some) for some in lists_of_one_shape(group["params"])]
+        weights = [p for _, some in parts for p in some]
         if not weights:
             return
         skip, momentum = self.count(weights)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
-        for some in sum(lists, []):
+        for _, some in parts:
             moments = [local(self.state[p]["momentum"]) for p in some]
             grads = [local(p.grad) for p in some]
             self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        for group, of_group in zip(self.param_groups, lists):
-            rates = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
-            for some in of_group:
-                self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
+        for group, some in parts:
+            rate, decay = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
+            self.descend([local(p) for p in some], [updates[p] for p in some], rate, decay)
 
     def count(self, weights):
         """Counts a step that is not skipped; (1 if it is skipped, else 0; momentum) as tensors."""
@@ -419,33 +425,37 @@ def ranks_of(weight):
 def orthogonalize_updates(matrices, updates):
     """Replaces the updates of matrices, of one shape up to transposition, by scaled factors.
 
-    All ranks call it with the same matrices and divide them. The owner of a matrix gets the rows
-    that others hold, orthogonalises all that it owns in one stack, and gives the factors back.
+    All ranks call it with the same matrices and divide them: the owner of some gets their updates,
+    orthogonalises them in one stack, and gives the factors to the others. updates: {weight: the
+    update of its rows on this rank}.
     """
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
     each = math.ceil(len(matrices) / size)
-    owned = [matrices[r * each : (r + 1) * each] for r in range(size)]  # by each rank
-    held = [[m.rows_in(updates[m.weight]) for m in some] for some in owned]  # rows on this rank
     short, long = sorted(matrices[0].shape)
-    stack = held[0][0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
-    own = upright(stack, owned[rank])
-    if isinstance(matrices[0].weight, DTensor):
-        parts = []  # rows of what this rank owns, by the rank that holds them
+    here = [matrix.rows_in(updates[matrix.weight]) for matrix in matrices]
+    stack = here[0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
+    mine = slice(rank * each, (rank + 1) * each)
+    owned = upright(stack, matrices[mine])
+
+    if isinstance(matrices[0].weight, DTensor):  # this rank holds some rows of each matrix
+        by_owner = [here[r * each : (r + 1) * each] for r in range(size)]
+        by_holder = []  # of what this rank owns, the rows of each rank
         for r in range(size):
-            parts.append([x[slice(*m.held(r))] for m, x in zip(owned[rank], own)])
-        exchange(held, parts, stack, group)
-        orthogonalize_stack(stack, own)
-        exchange(parts, held, stack, group)
+            by_holder.append([x[m.rows_on(r)] for m, x in zip(matrices[mine], owned)])
+        exchange(by_owner, by_holder, stack, group)
+        orthogonalize_stack(stack, owned)
+        exchange(by_holder, by_owner, stack, group)
         return
-    copy(own, held[rank])  # every rank holds all rows
-    orthogonalize_stack(stack, own)
+
+    copy(owned, here[mine])
+    orthogonalize_stack(stack, owned)
     whole = stack
     if size > 1:
         whole = stack.new_empty(size * each, short, long)
         all_gather_single(whole, stack)
-    copy(sum(held, []), upright(whole, matrices))
+    copy(here, upright(whole, matrices))
 
 
 def upright(stack, matrices):
@@ -475,9 +485,10 @@ def exchange(sources, targets, like, group):
 
     like: a tensor whose dtype and device are those of what is sent.
     """
+    leaving = list(itertools.chain(*sources))
+    arriving = list(itertools.chain(*targets))
     # an empty tensor before them, since a rank may have nothing to send
-    sent = torch.cat([like.new_empty(0), *(t.flatten() for t in sum(sources, []))])
-    arriving = sum(targets, [])
+    sent = torch.cat([like.new_empty(0), *(t.flatten() for t in leaving)])
     received = like.new_empty(numbers_in(arriving))
     dist.all_to_all_single(
         received,

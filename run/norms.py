@@ -76,16 +76,15 @@ def named_matrices(model, cfg):
     for name, p in model.named_parameters():
         if not p.requires_grad or p.dim() < 2:
             continue
-        rows = [math.prod(p.shape[:-1])]
+        matrices = [optim.Matrix(p, first=0, rows=math.prod(p.shape[:-1]))]
         if p.dim() == 2:
-            rows = optim.matrices_of(name, p, cfg)
+            matrices = optim.matrices_of(name, p, cfg)
         name = name.removesuffix(".weight")
         prefix, _, leaf = name.rpartition(".")
         names = [f"{prefix}.{part}" for part in PARTS.get(leaf, ())]
-        if len(names) != len(rows):
-            names = [name] if len(rows) == 1 else [f"{name}.{i}" for i in range(len(rows))]
-        first = 0
-        for own, count in zip(names, rows):
-            found[own] = optim.Matrix(p, first, count)
-            first += count
+        if len(names) != len(matrices):
+            names = [name]
+            if len(matrices) > 1:
+                names = [f"{name}.{i}" for i in range(len(matrices))]
+        found |= zip(names, matrices)
     return found

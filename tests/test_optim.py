@@ -51,12 +51,10 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     embedding, head, matrix, vector = groups
     # vectors: no matrix to Muon
     assert len(optim.param_groups(torch.nn.Conv1d(16, 16, 4), settings())) == 1
-    assert optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings()) == [
-        48,
-        48,
-    ]
-    # an edit's
-    assert optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings()) == [97]
+    gate_up = optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings())
+    assert [(matrix.first, matrix.rows) for matrix in gate_up] == [(0, 48), (48, 48)]
+    edited = optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings())
+    assert [matrix.rows for matrix in edited] == [97]
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
     assert all(p.dim() == 2 for p in matrix["params"]) and all(
@@ -209,15 +207,16 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
     again = torch.nn.Parameter(wide.detach().clone())
     grads, other = torch.randn(3, 8, 16), torch.randn(16, 8)
     cfg = settings()
-    rows = {p: optim.matrices_of("experts.weight", p, cfg) for p in (stack, wide, again, *parts)}
-    assert rows[stack] == [8, 8, 8]
+    weights = (stack, wide, again, *parts)
+    matrices = {p: optim.matrices_of("experts.weight", p, cfg) for p in weights}
+    assert [matrix.rows for matrix in matrices[stack]] == [8, 8, 8]
     groups = [
         dict(params=[stack], lr=0.02, weight_decay=0.1),
         dict(params=[wide], lr=0.5, weight_decay=0.0),
     ]
-    both = optim.Muon(groups, rows, lr=1.0)
-    first = optim.Muon([dict(params=parts, lr=0.02, weight_decay=0.1)], rows, lr=1.0)
-    second = optim.Muon([dict(params=[again], lr=0.5)], rows, lr=1.0)
+    both = optim.Muon(groups, matrices, lr=1.0)
+    first = optim.Muon([dict(params=parts, lr=0.02, weight_decay=0.1)], matrices, lr=1.0)
+    second = optim.Muon([dict(params=[again], lr=0.5)], matrices, lr=1.0)
     for _ in range(2):
         stack.grad, wide.grad, again.grad = grads.clone(), other.clone(), other.clone()
         for i, part in enumerate(parts):
@@ -229,12 +228,13 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
 
 
 class Edited(torch.nn.Module):
-    """Edits may add a weight of one row, a convolution, a stack, a second head, a frozen layer."""
+    """Edits may add a weight of one row, a convolution, a number, a stack, a second head, …"""
 
     def __init__(self):
         super().__init__()
         self.row = torch.nn.Linear(8, 1, bias=False)
         self.mix = torch.nn.Conv1d(8, 8, 4)
+        self.number = torch.nn.Parameter(torch.tensor(1.0))
         self.stack = torch.nn.Parameter(torch.randn(3, 8, 8))
         self.head_2 = torch.nn.Linear(8, 32, bias=False)
         self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
@@ -251,7 +251,7 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     adamw, muon = optimizer.optimizers
     assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [
         1,
-        3,
+        4,
     ]
     assert muon.param_groups[0]["params"] == [model.stack]
     head, vectors = adamw.param_groups
@@ -277,7 +277,7 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     }
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 5
+    assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 6
 
 
 def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
