@@ -88,8 +88,7 @@ def build(name, groups, model, cfg):
 
         return AdamW8bit(groups, **options, seed=cfg.seed)
     if name == "muon":
-        weights = [(name, p) for name, p in model.named_parameters() if p.dim() > 1]
-        parts = {p: matrices_of(name, p, cfg) for name, p in weights}
+        parts = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
         return Muon(groups, parts, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
         what = f"param_groups names the optimizer {name!r}"
