@@ -217,39 +217,11 @@ def not_finite(loss, norm):
     return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
 
 
-@contextlib.contextmanager
-def holding(model, weights):
-    """Within it the parameters are {name: tensor}, laid out as they are, such as an average's.
-
-    It takes the memory of one copy of them.
-    """
-    kept = {}
-    free_gathered(model)
-    for name, p in model.named_parameters():
-        kept[name] = p.detach().clone()
-        p.detach().copy_(weights[name])
-    try:
-        yield
-    finally:
-        free_gathered(model)
-        for name, p in model.named_parameters():
-            p.detach().copy_(kept[name])
-
-
 def broadcast(tensors):
     """Gives all ranks rank 0's values."""
     for tensor in tensors:
         if dist.is_initialized():
             dist.broadcast(tensor, 0)
-
-
-def average_buffers(model):
-    """Makes the floating-point persistent buffers of a model the mean of those of all ranks."""
-    size = rank_and_size()[1]
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                sum_over_ranks(buffer.div_(size))
 
 
 def all_finite(tensors, device):
