@@ -17,51 +17,58 @@ def shard(model, cfg, world, analysis=None):
     will be no backward.
     """
     mesh = make_mesh(cfg, world)
-    low = torch.bfloat16 if cfg.precision in ("bf16", "fp8") else None
-    summed = torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32
-    options = dict(
-        mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=summed)
-    )
+    options = {"mesh": mesh, "mp_policy": precisions(cfg)}
     if cfg.offload_states:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         plain = analysis.read_elsewhere if analysis else ()
-        layers = [
-            module
-            for name, module in model.blocks.named_modules(prefix="blocks")
-            if name not in plain
-        ]
+        named = model.blocks.named_modules(prefix="blocks")
+        layers = [module for name, module in named if name not in plain]
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
     if analysis and analysis.problem:  # values may decide which parameters a block uses
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
 
-    runs_once = (
-        analysis is not None and analysis.regular and cfg.remat not in ("block", "attention")
-    )
-    units = units_of_blocks(model.blocks, apart=not runs_once)
-    if not cfg.tie_embeddings:  # a shared weight belongs to the root's unit
-        units = [[model.wte], [model.head], *units]
-    if cfg.bigram_embedding:
-        units = [[model.bigrams], *units]
-    # keep_gathered takes the first: nothing is computed beside the gathers of embedding and head;
-    # a unit is named by its first module
-    model.unit_bytes = [(modules[0], gathered_bytes(modules)) for modules in units]
-    # parameters are freed after each use; zero2 does so after the last micro-step
-    frees = cfg.parallel != "zero2"
+    units = units_of(model, cfg, analysis)
     for modules in units:
-        fsdp.fully_shard(
-            modules, reshard_after_forward=frees and modules != [model.head], **options
-        )
+        # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
+        # the head not before the backward, which begins with it
+        frees = cfg.parallel != "zero2" and modules != [model.head]
+        fsdp.fully_shard(modules, reshard_after_forward=frees, **options)
     fsdp.fully_shard(model, **options)
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
-    # those that are gathered from a step's first forward to its last backward
+    # {a unit's first module, which FSDP2 takes for the unit: bytes}, for `keep_gathered`
+    model.unit_bytes = {modules[0]: gathered_bytes(modules) for modules in units}
+    # units that are gathered from a step's first forward to its last backward
     model.unsharded_units = []
     if cfg.parallel == "zero2":
         model.unsharded_units = parallel.units(model)
         model.register_forward_pre_hook(gather_all)
+
+
+def precisions(cfg):
+    """The dtypes in which FSDP2 gathers weights and sums up gradients."""
+    in_16_bits = cfg.precision in ("bf16", "fp8")
+    return fsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if in_16_bits else None,
+        reduce_dtype=torch.bfloat16 if cfg.reduce_dtype == "bf16" else torch.float32,
+    )
+
+
+def units_of(model, cfg, analysis):
+    """[modules of a unit], in the order in which `keep_gathered` takes them.
+
+    Embedding and head come first: nothing is computed beside their gathers. A head that shares the
+    embedding's weight belongs to the root's unit.
+    """
+    tables = [[model.bigrams]] if cfg.bigram_embedding else []
+    if not cfg.tie_embeddings:
+        tables += [[model.wte], [model.head]]
+    again = cfg.remat in ("block", "attention")
+    runs_once = analysis is not None and analysis.regular and not again
+    return tables + units_of_blocks(model.blocks, apart=not runs_once)
 
 
 def make_mesh(cfg, world):
@@ -109,28 +116,26 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
 
     Such a unit is gathered in a step's first forward and freed in its last backward (see
     parallel.sync_gradients). Gathers are collective: all ranks choose the same units, the first
-    ones. zero2 keeps all. parameters: of the model; optimizer: the name of one whose states are not
-    known, or None. Returns rows of the start-up summary.
+    ones. zero2 keeps all. parameters: how many the model has; optimizer: the name of one whose
+    states are not known, or None. Returns rows of the start-up summary.
     """
     if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2":
         return []
     edited = parameters != memory.total_and_block_parameters(cfg)[0]
     if edited or optimizer:  # the estimate of `room` does not hold
         return []
-    free = room(cfg, world)
-    if free <= 0:
-        return []
-    gathered = 0
-    for unit, size in model.unit_bytes:
-        if gathered + size > free:
+    left = room(cfg, world)
+    for unit, size in model.unit_bytes.items():
+        if size > left:
             break
-        gathered += size
+        left -= size
         unit.set_reshard_after_forward(False, recurse=False)
         model.unsharded_units.append(unit)
-    few = (
-        f"{len(model.unsharded_units)} of {len(model.unit_bytes)} units stay gathered during a step"
-    )
-    return [("gathered", f"{few}, {gathered / memory.GIB:.1f} GiB")]
+    if not model.unsharded_units:
+        return []
+    gib = sum(model.unit_bytes[unit] for unit in model.unsharded_units) / memory.GIB
+    count = f"{len(model.unsharded_units)} of {len(model.unit_bytes)} units"
+    return [("gathered", f"{count} stay gathered during a step, {gib:.1f} GiB")]
 
 
 def room(cfg, world):
