@@ -30,11 +30,11 @@ def choose(cfg, world, micro_step, model):
     if cfg.cuda_graph is True:
         return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
-    never = [line for line in found if "cuda_graph" in line]
+    against = [line for line in found if "cuda_graph" in line]
     if world.device.type != "cuda":
-        never.append("it needs a CUDA device")
-    if never:
-        return None, [("cuda graph", f"no ({never[0]})")]
+        against.append("it needs a CUDA device")
+    if against:
+        return None, [("cuda graph", f"no ({against[0]})")]
     graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
     rows = cfg.loader_rows(world.size)  # of the smallest micro-batch
     launched, total = graph.trial((rows, cfg.block_size), cfg.vocab_size)
@@ -43,9 +43,10 @@ def choose(cfg, world, micro_step, model):
         fast.fp8.reset(model)
     torch.cuda.empty_cache()  # what the trial took of another stream's memory
     why = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
-    if not launched:
+    if launched == 0:
         why = "it waits for the GPU, as with .item()"
-    if any(parallel.gather_objects(launched > (1 - AHEAD) * total)):
+    gpu_waits = launched > (1 - AHEAD) * total
+    if any(parallel.gather_objects(gpu_waits)):
         return graph, [("cuda graph", f"yes ({why})")]
     return None, [("cuda graph", f"no ({why})")]
 
@@ -74,9 +75,9 @@ class GraphedMicroStep:
         self.in_bf16 = reduce_dtype == "bf16"
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
-        self.steps = 0
-        self.batch = None
-        self.captured = {}  # {whether it is a step's first micro-step: Captured}
+        self.steps = 0  # so far with batches of this shape
+        self.batch = None  # [x, y], which the graphs read
+        self.captured = {}  # {"writes gradients" or "adds to them": Captured}
 
     def __call__(self, x, y, positions=None, average=True):
         """The micro-step's sums, a list of tensors. x, y: (B, T), in a step of one shape.
@@ -87,16 +88,14 @@ class GraphedMicroStep:
             raise UserError(
                 "cuda_graph=True replays positions 0 to T - 1; with others leave it out"
             )
-        first = all(p.grad is None for p in self.parameters)  # of a step
-        if first:
+        begins_step = all(p.grad is None for p in self.parameters)
+        if begins_step:
             self.begin_step(x, y)
-        for own, given in zip(self.batch, (x, y), strict=True):
-            if own.shape != given.shape:
-                shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
-                what = f"cuda_graph=True needs batches of one shape in a step, not {shapes}"
-                raise UserError(f"{what}; leave it out")
-            own.copy_(given, non_blocking=True)
-        sums = self.launch() if self.steps <= EAGER_STEPS else self.replay(first)
+        self.fill_batch(x, y)
+        if self.steps <= EAGER_STEPS:
+            sums = self.launch()
+        else:
+            sums = self.replay("writes gradients" if begins_step else "adds to them")
         if average and dist.is_initialized():
             self.average()
         return [total.clone() for total in sums]  # the next replay overwrites them
@@ -109,6 +108,14 @@ class GraphedMicroStep:
                 self.captured = {}
                 torch.cuda.empty_cache()  # the graphs' memory
         self.steps += 1
+
+    def fill_batch(self, x, y):
+        for own, given in zip(self.batch, (x, y)):
+            if own.shape != given.shape:
+                shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
+                what = f"cuda_graph=True needs batches of one shape in a step, not {shapes}"
+                raise UserError(f"{what}; leave it out")
+            own.copy_(given, non_blocking=True)
 
     def trial(self, shape, vocab_size):
         """(seconds in which the host launches a micro-step, seconds that it takes), as timed.
@@ -130,14 +137,10 @@ class GraphedMicroStep:
                 moments.append(parallel.Moment(self.device))
             parallel.synchronize(self.device)
         self.batch = None
-        total = statistics.median(
-            after.since(before) for before, after in itertools.pairwise(moments)
-        )
-        if waited:
-            return 0, total
-        return statistics.median(
-            after - before for before, after in itertools.pairwise(clock)
-        ), total
+        launches = [after - before for before, after in itertools.pairwise(clock)]
+        totals = [after.since(before) for before, after in itertools.pairwise(moments)]
+        launched = 0 if waited else statistics.median(launches)
+        return launched, statistics.median(totals)
 
     def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
@@ -148,12 +151,13 @@ class GraphedMicroStep:
         usual.wait_stream(self.stream)
         return sums
 
-    def replay(self, first):
-        if first not in self.captured:
+    def replay(self, kind):
+        """The sums of the graph of a kind, which is captured first where there is none."""
+        if kind not in self.captured:
             graph, sums = self.capture()
             grads = {p: p.grad for p in self.parameters if p.grad is not None}
-            self.captured[first] = Captured(graph, sums, grads)
-        captured = self.captured[first]
+            self.captured[kind] = Captured(graph, sums, grads)
+        captured = self.captured[kind]
         captured.graph.replay()
         for parameter, grad in captured.grads.items():
             parameter.grad = grad
