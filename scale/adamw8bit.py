@@ -14,6 +14,7 @@ in a resumed run.
 
 import hashlib
 import math
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -32,9 +33,23 @@ GROUP = 256  # elements that share a scale
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
 # the codes of a group's largest first and largest second moment; code 0 is zero
 M_LEVELS, V_LEVELS = 127, 255
+SIGN = 128  # the bit of a first moment's code that says that it is negative
 LEAST = 8  # exponent and mantissa bits of the smallest normal float32: no code stands for less
 MASK = 0xFFFFFFFF
 TILE, WARPS = 4, 4  # groups per program of the kernel: one per warp
+
+
+class Factors(NamedTuple):
+    """The numbers of an AdamW step, which are those of a whole tensor."""
+
+    keep: float  # what weight decay leaves of a weight
+    rate: float  # of a first moment, its bias correction included
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float
+    root: float  # of a second moment's root, its bias correction
+    eps: float
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -49,40 +64,45 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed
-        self.numbers = {
-            p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])
-        }
-        self.state.update((p, new_state(p)) for p in self.numbers)
+        self.found_inf = None
+        self.numbers = {}  # of each parameter, for its random numbers
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.numbers[p] = len(self.numbers)
+                self.state[p] = new_state(p)
 
     @torch.no_grad()
     def step(self):
-        if getattr(self, "found_inf", 0):  # as in torch.optim.AdamW, but the host waits for it
+        if self.found_inf:  # as in torch.optim.AdamW, but the host waits for it
             return
         for group in self.param_groups:
-            small = []
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if "m" in self.state[p]:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if is_coded(p):
                     self.update_coded(p, self.state[p], group)
-                else:
-                    small.append(p)
-            self.update_small(small, group)
+            self.update_small([p for p in parameters if not is_coded(p)], group)
 
     def update_coded(self, p, state, group):
         state["step"] += 1
+        w = local(p)
+        if w.numel() == 0:  # a rank may hold no rows of a short tensor
+            return
         step, lr = int(state["step"]), group["lr"]
         beta1, beta2 = group["betas"]
+        factors = Factors(
+            keep=1 - lr * group["weight_decay"],
+            rate=lr / (1 - beta1**step),
+            beta1=beta1,
+            rest1=1 - beta1,
+            beta2=beta2,
+            rest2=1 - beta2,
+            root=(1 - beta2**step) ** -0.5,
+            eps=group["eps"],
+        )
         key = random_key(self.seed, step, self.numbers[p])
-        keep = 1 - lr * group["weight_decay"]
-        rate = lr / (1 - beta1**step)
-        root = (1 - beta2**step) ** -0.5
-        numbers = key, keep, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"]
         codes = [local(state[name]) for name in ("m", "m_scale", "v", "v_scale")]
-        w, g = local(p), local(p.grad).contiguous()
         update = update_triton if w.is_cuda and triton is not None else update_torch
-        if w.numel():  # a rank may hold no rows of a short tensor
-            update(w, g, *codes, rows_of(p)[0], *numbers)
+        update(w, local(p.grad).contiguous(), *codes, rows_of(p)[0], key, factors)
 
     def update_small(self, parameters, group):
         """PyTorch's own AdamW, with float32 moments."""
@@ -109,11 +129,15 @@ class AdamW8bit(torch.optim.Optimizer):
                 local(p).copy_(weight)
 
 
+def is_coded(p):
+    return p.dim() == 2 and p.numel() >= SMALL
+
+
 def new_state(p):
     """The state of parameter p, all zeros but for a master copy."""
     p = p.detach()
     state = {"step": torch.zeros(1)}
-    if p.dim() == 2 and p.numel() >= SMALL:
+    if is_coded(p):
         scales = p[:, : math.ceil(p.size(1) / GROUP)]  # a tensor of their shape, sharded as p is
         for moment in ("m", "v"):
             state[moment] = torch.zeros_like(p, dtype=torch.uint8)
@@ -127,25 +151,26 @@ def new_state(p):
     return state
 
 
-def update_torch(
-    w, g, m, m_scale, v, v_scale, first, key, keep, rate, beta1, rest1, beta2, rest2, root, eps
-):
+def update_torch(w, g, m, m_scale, v, v_scale, first, key, factors):
     """One AdamW step of w: (rows, cols) from its gradient g; w, codes and scales change in place.
 
     m, v: (rows, cols); their scales: (rows, groups). first: w's first row in the tensor.
-    key: as `random_key` makes it.
+    key: as `random_key` makes it; factors: Factors.
     """
+    keep, rate, beta1, rest1, beta2, rest2, root, eps = factors
     noise_m, noise_v, noise_w = map(grouped, noises(first, *w.shape, key, w.device))
-    codes, g = grouped(m.int()), grouped(g.float())
+    g = grouped(g.float())
+    codes = grouped(m.int())
     mean = decoded(codes & M_LEVELS, m_scale, M_LEVELS)
-    mean = torch.where(codes > M_LEVELS, -mean, mean) * beta1 + g * rest1
-    square = decoded(grouped(v.int()), v_scale, V_LEVELS) * beta2 + g * g * rest2
-    weight = rounded(
-        grouped(w.float()) * keep - mean / (square.sqrt() * root + eps) * rate, noise_w, w.dtype
-    )
-    m_codes, m_top = encoded(mean.abs(), noise_m, M_LEVELS, True)
-    m_codes += torch.signbit(mean) * (M_LEVELS + 1)
-    v_codes, v_top = encoded(square, noise_v, V_LEVELS, False)
+    mean = torch.where(codes >= SIGN, -mean, mean)
+    mean = mean * beta1 + g * rest1
+    square = decoded(grouped(v.int()), v_scale, V_LEVELS)
+    square = square * beta2 + g * g * rest2
+    weight = grouped(w.float()) * keep - mean / (square.sqrt() * root + eps) * rate
+    weight = rounded(weight, noise_w, w.dtype)
+    m_codes, m_top = encoded(mean.abs(), noise_m, M_LEVELS, to_zero=True)
+    m_codes += torch.signbit(mean) * SIGN
+    v_codes, v_top = encoded(square, noise_v, V_LEVELS, to_zero=False)
     for old, new in ((w, weight), (m, m_codes), (v, v_codes)):
         old.copy_(new.flatten(1)[:, : w.size(1)])
     m_scale.copy_(m_top)
@@ -209,7 +234,7 @@ def mixed(h):
     return h ^ h >> 16
 
 
-def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
+def update_triton(w, g, m, m_scale, v, v_scale, first, key, factors):
     """update_torch in one kernel: it moves 10 bytes a bfloat16 weight.
 
     The last bits of float32 may differ.
@@ -218,13 +243,13 @@ def update_triton(w, g, m, m_scale, v, v_scale, first, key, *numbers):
     sizes = dict(COLS=w.size(1), PER_ROW=m_scale.size(1), ROUND=w.dtype.itemsize == 2, TILE=TILE)
     grid = (math.ceil(groups / TILE),)
     _update[grid](
-        w, g, m, m_scale, v, v_scale, groups, first, key, *numbers, **sizes, num_warps=WARPS
+        w, g, m, m_scale, v, v_scale, groups, first, key, *factors, **sizes, num_warps=WARPS
     )
 
 
 if triton is not None:
-    numbers = GROUP, SHIFT, 2.0**-SHIFT, LEAST, M_LEVELS, V_LEVELS
-    SIZE, BITS, STEP, FLOOR, M_TOP, V_TOP = map(tl.constexpr, numbers)
+    numbers = GROUP, SHIFT, 2.0**-SHIFT, LEAST, M_LEVELS, V_LEVELS, SIGN
+    SIZE, BITS, STEP, FLOOR, M_TOP, V_TOP, MINUS = map(tl.constexpr, numbers)
 
     @triton.jit(do_not_specialize=["groups", "first", "key"])
     def _update(
@@ -244,7 +269,7 @@ if triton is not None:
         noise_m, noise_v = (a >> 12).to(tl.int32), (b >> 12).to(tl.int32)
         codes = tl.load(m + at, mask=inside, other=0).to(tl.int32)
         mean = _decoded(codes & M_TOP, tl.load(m_scale + group, mask=here, other=0.0), M_TOP)
-        mean = tl.where(codes > M_TOP, -mean, mean)
+        mean = tl.where(codes >= MINUS, -mean, mean)
         codes = tl.load(v + at, mask=inside, other=0).to(tl.int32)
         square = _decoded(codes, tl.load(v_scale + group, mask=here, other=0.0), V_TOP)
         grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
@@ -258,7 +283,7 @@ if triton is not None:
                 tl.float32, bitcast=True
             )
         tl.store(w + at, weight.to(w.dtype.element_ty), mask=inside)
-        sign = (mean.to(tl.int32, bitcast=True) >> 24) & (M_TOP + 1)
+        sign = (mean.to(tl.int32, bitcast=True) >> 24) & MINUS
         size, top = _encoded(tl.abs(mean), noise_m, M_TOP, True)
         tl.store(m + at, (size | sign).to(tl.uint8), mask=inside)
         tl.store(m_scale + group, top, mask=here)

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 import model as models
 from run.checkpoint import CheckpointError
 from scale import adamw8bit, parallel
-from scale.adamw8bit import AdamW8bit
+from scale.adamw8bit import AdamW8bit, Factors
 from settings import Config
 
 # levels, whether small ones go to zero
@@ -98,7 +98,8 @@ def tensors(rows, cols, dtype, device="cpu"):
 def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
     key = adamw8bit.random_key(0, step)
     rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
-    return key, 1 - lr * decay, rate, beta1, 1 - beta1, beta2, 1 - beta2, root, eps
+    rests = 1 - beta1, 1 - beta2
+    return key, Factors(1 - lr * decay, rate, beta1, rests[0], beta2, rests[1], root, eps)
 
 
 @runs_kernels
