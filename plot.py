@@ -271,21 +271,17 @@ def label_ends(axes, runs, x, y):
 
 
 def spread(places, gap):
-    """The places, moved as little as possible (least squares) to be `gap` apart, in order.
+    """The places, moved by little to be `gap` apart, in order.
 
-    Isotonic regression by its min-max formula: Barlow and others 1972, Statistical Inference under
-    Order Restrictions.
+    Neighbours that are nearer push each other away, each by half of what they lack.
     """
     order = np.argsort(places)
-    gaps = gap * np.arange(len(places))
-    levels = places[order] - gaps  # which must not fall
-    found = np.empty(len(places))
-    for rank, i in enumerate(order):
-        least = []
-        for first in range(rank + 1):
-            least.append(min(levels[first:end].mean() for end in range(rank + 1, len(places) + 1)))
-        found[i] = max(least) + gaps[rank]
-    return found
+    found = places[order]
+    for _ in range(1000):  # 24 at one place are then 0.99 of the gap apart, 40 are 0.94
+        half = np.clip(gap - np.diff(found), 0, None) / 2
+        found[1:] += half
+        found[:-1] -= half
+    return found[np.argsort(order)]
 
 
 def choose_panels(runs):

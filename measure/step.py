@@ -56,11 +56,11 @@ def measure(cfg):
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, cfg.gpu_gib * 2**30 / most), world.device
             )
+        recorded = contextlib.nullcontext({})
         if cfg.snapshot and world.main:
-            with history(cfg.snapshot) as marks:
-                take_steps(cfg, world, began, marks)
-        else:
-            take_steps(cfg, world, began, marks={})
+            recorded = history(cfg.snapshot)
+        with recorded as marks:
+            take_steps(cfg, world, began, marks)
 
 
 @contextlib.contextmanager
