@@ -225,13 +225,11 @@ def three_matmuls(N, K, M, device):
 
     They are x @ W.T, dy @ W and dy.T @ x.
     """
-    x, w, dy = (
-        torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((N, K), (M, K), (N, M))
-    )
-    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-    return [
-        partial(torch.mm, a, b, out=c) for a, b, c in ((x, w.t(), y), (dy, w, dx), (dy.t(), x, dw))
-    ]
+    options = {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(N, K, **options)
+    w = torch.randn(M, K, **options)
+    dy = torch.randn(N, M, **options)
+    return [partial(torch.mm, x, w.t()), partial(torch.mm, dy, w), partial(torch.mm, dy.t(), x)]
 
 
 def clock(work):

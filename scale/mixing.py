@@ -8,6 +8,7 @@ narrow copy of the same code, in float32 and with random weights, since initial 
 
 import contextlib
 import dataclasses
+import functools
 
 import torch
 
@@ -94,7 +95,8 @@ def tokens_apart(model, cfg):
     shifts = context_parallel.previous_modules(model)
     before = {module: module.core for module in [*attentions, *shifts]}
     for module in attentions:
-        module.core = AttentionApart(context_parallel.innermost(module.core), ranks)
+        divided = context_parallel.Ulysses(context_parallel.innermost(module.core), ranks)
+        module.core = functools.partial(attention_apart, divided)
     for module in shifts:
         module.core = unchanged
     try:
@@ -108,22 +110,19 @@ def unchanged(x):
     return x
 
 
-class AttentionApart:
-    """In place of attn.core: of each token its own values, and a mean of its query and key."""
+def attention_apart(divided, q, k, v, *options, **more):
+    """In place of attn.core: of each token its own values, and a mean of its query and key.
 
-    def __init__(self, core, ranks):
-        self.divided = context_parallel.Ulysses(core, ranks)
-
-    def __call__(self, q, k, v, *options):
-        """q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D)"""
-        N = self.divided.ranks.size
-        if N > 1 and not self.divided.is_head_free(q, k, v, *options):
-            why = "attn.core depends on which heads it is given"
-            hint = "give it a parameter heads=slice(None)"
-            raise UserError(f"context_parallel={N} gives each rank some heads, and {why}: {hint}")
-        # RoPE turns q and k by their positions, which a product of the two would not show
-        own = v + k.mean(-1, keepdim=True)
-        return own.repeat_interleave(q.size(1) // k.size(1), dim=1) + q.mean(-1, keepdim=True)
+    divided: the core as a context_parallel.Ulysses, which no `more` goes with. q: (B, H, T, D); k,
+    v: (B, H_kv, T, D) -> (B, H, T, D).
+    """
+    N = divided.ranks.size
+    if N > 1 and not divided.is_head_free(q, k, v, *options):
+        why = "attn.core depends on which heads it is given: give it a parameter heads=slice(None)"
+        raise UserError(f"context_parallel={N} gives each rank some heads, and {why}")
+    # RoPE turns q and k by their positions, which a product of the two would not show
+    own = v + k.mean(-1, keepdim=True)
+    return own.repeat_interleave(q.size(1) // k.size(1), dim=1) + q.mean(-1, keepdim=True)
 
 
 def random_rows(cfg, tokens, device):
