@@ -43,10 +43,7 @@ def apply(model, cfg, world):
     ]
     rank = world.rank % N
     after_another = torch.tensor(float(rank > 0), device=world.device)
-    wrap(model, ContextRanks(groups[world.rank // N], rank, N, after_another))
-
-
-def wrap(model, ranks):
+    ranks = ContextRanks(groups[world.rank // N], rank, N, after_another)
     model.context_ranks = ranks
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, ranks)
