@@ -9,10 +9,7 @@ from experiments.randomness import ACTIVATION
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 ATTENTION_END = "        return self.proj(y)\n"
 GATE = "        y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
-EMBED_END = (
-    "        return kernels.residual(self.dropout(self.embed_norm(self.wpe(self.wte(idx), "
-    "positions))))\n"
-)
+EMBED_TOKENS = "        x = self.embed_norm(self.wpe(self.wte(idx), positions))\n"
 SHIFT = '''class Shift(nn.Module):
     """Mixes each token with the one before it."""
 
@@ -293,8 +290,8 @@ PATCHES = [
         {
             "model.py": [
                 (
-                    EMBED_END,
-                    EMBED_END.replace("self.wte(idx)", "self.wte(idx) * self.cfg.n_embd**0.5"),
+                    EMBED_TOKENS,
+                    EMBED_TOKENS.replace("self.wte(idx)", "self.wte(idx) * self.cfg.n_embd**0.5"),
                 )
             ]
         },

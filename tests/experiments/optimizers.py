@@ -17,7 +17,7 @@ from scale.shards import local
 
 BUILD = "def build(name, groups, model, cfg):\n"
 ADAMW = "    return torch.optim.AdamW(groups, **options, fused=fused)\n"
-OF_MUON = '    if name == "muon":\n        rows ='
+OF_MUON = '    if name == "muon":\n        parts ='
 VECTORS = '        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),\n'
 UPDATE = "        training.update(totals, norm)\n"
 PAGE = (ROOT / "docs/experiment.md").read_text()

@@ -11,7 +11,7 @@ LEARNED = """\
 TABLE = (
     "        self.wpe = LearnedPositions(cfg.block_size, cfg.n_embd) if learned else Unchanged()\n"
 )
-EMBED = "        x = self.embed(idx, positions)\n"
+EMBED = "        x = embedded = self.embed(idx, positions)\n"
 ATTENTION_CLASS = "class Attention(nn.Module):\n"
 CORE_CALL = "        y = self.core(q, k, v, self.backend, self.dropout * self.training)\n"
 
@@ -47,7 +47,7 @@ DISTANCE = """\
 PER_DOCUMENT = """        T = idx.size(1)
         at = torch.arange(T, device=idx.device) if positions is None else positions
         begins = torch.where(idx == 256, at, 0).cummax(1).values  # (B, T)
-        x = self.embed(idx, at - begins)
+        x = embedded = self.embed(idx, at - begins)
 """
 SINES = """        at = torch.arange(x.size(1), device=x.device) if positions is None else positions
         rates = 0.5 ** torch.arange(x.size(-1) // 2, device=x.device)
