@@ -362,24 +362,24 @@ class Muon(torch.optim.Optimizer):
 
         Each for all weights before the next, since a batch has matrices of many.
         """
-        parts = []  # (group, some of its weights, of one shape)
-        for group in self.param_groups:
-            parts += [(group, some) for some in lists_of_one_shape(group["params"])]
-        weights = [p for _, some in parts for p in some]
+        parts = [(group, lists_of_one_shape(group["params"])) for group in self.param_groups]
+        weights = [p for _, lists in parts for some in lists for p in some]
         if not weights:
             return
         skip, momentum = self.count(weights)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
-        for _, some in parts:
-            moments = [local(self.state[p]["momentum"]) for p in some]
-            grads = [local(p.grad) for p in some]
-            self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
+        for _, lists in parts:
+            for some in lists:
+                moments = [local(self.state[p]["momentum"]) for p in some]
+                grads = [local(p.grad) for p in some]
+                self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        for group, some in parts:
+        for group, lists in parts:
             rate, decay = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
-            self.descend([local(p) for p in some], [updates[p] for p in some], rate, decay)
+            for some in lists:
+                self.descend([local(p) for p in some], [updates[p] for p in some], rate, decay)
 
     def count(self, weights):
         """Counts a step that is not skipped; (1 if it is skipped, else 0; momentum) as tensors."""
