@@ -150,10 +150,10 @@ def synthetic(cfg, world, count=8):
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     shape = (count, cfg.batch_size, cfg.block_size + 1)
     tokens = torch.multinomial(odds, math.prod(shape), replacement=True, generator=generator)
-    batches = tokens.view(shape).to(world.device)
-    return itertools.cycle(
-        [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches]
-    ).__next__
+    batches = []
+    for batch in tokens.view(shape).to(world.device):
+        batches.append((batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
+    return itertools.cycle(batches).__next__
 
 
 def step_times(job, next_batch, cfg):

@@ -85,7 +85,8 @@ class CheckpointedBlock:
         if not torch.is_grad_enabled():
             return self.block(*inputs, **named)
         self.store.begin_block()
-        kept, results = list(inputs), []
+        kept = list(inputs)  # after the forward KeptTensors in place of those with gradients
+        results = []  # of the attention, which the recomputation takes
 
         def forward(_):
             own = []
@@ -97,11 +98,10 @@ class CheckpointedBlock:
 
         def contexts():
             first, again = generators.replay()
-            if self.attention is None:
-                return first, again
-            return self.attention.use(results, True, first), self.attention.use(
-                results, False, again
-            )
+            if self.attention is not None:
+                first = self.attention.use(results, recording=True, numbers=first)
+                again = self.attention.use(results, recording=False, numbers=again)
+            return first, again
 
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
