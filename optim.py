@@ -140,6 +140,8 @@ def unknown(optimizer):
 class Several:
     """Optimizers with parameters of their own, as one for the loop and a GradScaler."""
 
+    found_inf = None  # as in torch.optim.AdamW
+
     def __init__(self, optimizers):
         self.optimizers = optimizers
 
@@ -152,17 +154,9 @@ class Several:
         """{parameter: state}, to read; what is written is lost."""
         return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
 
-    @property
-    def found_inf(self):
-        return self.optimizers[0].found_inf
-
-    @found_inf.setter
-    def found_inf(self, value):
-        for optimizer in self.optimizers:
-            optimizer.found_inf = value
-
     def step(self):
         for optimizer in self.optimizers:
+            optimizer.found_inf = self.found_inf
             optimizer.step()
 
     def zero_grad(self, set_to_none=True):
