@@ -71,7 +71,7 @@ class Start:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
         others = {tensor.dtype for tensor in self.tensors["model"].values()} - {dtype}
         wrong += [f"weights: checkpoint {other}, now {dtype}" for other in others]
-        # an optimizer without states, such as SGD, has values alone; in earlier versions it had tensors
+        # an optimizer without states has values alone, one of an earlier version tensors alone
         present = {*self.state, *self.tensors, *self.state.get("values", {})}
         absent = {"optimizer", "loader", "scaler", "world_size"} - present
         if cfg.precision == "fp16" and not self.state.get("scaler"):
