@@ -1,16 +1,17 @@
 """Where the time and the memory go: training steps, and memory by arithmetic.
 
-    python bench.py step config/gpt2_124m.py [--key=value ...]  # GPUs (torchrun), or the CPU
-    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80  # of a run; needs no GPU
-    python bench.py memory --init_from=hf:NAME_OR_FOLDER  # of a run from others' weights
-    python bench.py snapshot a.pickle b.pickle --names=a,b  # draws what step --snapshot wrote
+    python bench.py step config/gpt2_124m.py     # GPUs (torchrun), or the CPU
+    python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80   # no GPU
+    python bench.py memory --init_from=hf:NAME_OR_FOLDER       # others' weights
+    python bench.py snapshot a.pickle b.pickle  # what step --snapshot wrote
 
-`step` builds what train.py builds and feeds it random tokens with the frequencies of text. It
-prints the median step, the GPU time by kind of kernel, and the floor: every GEMM and attention
-kernel timed alone. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU
-too. --snapshot=FILE writes what the GPU's memory held from the start on, for pytorch.org/memory_viz
-or `bench.py snapshot`. `python bench.py COMMAND --help` lists a command's settings;
-measure/COMMAND.py is its code.
+`step` builds what train.py builds and feeds it random tokens with the
+frequencies of text. It prints the median step, the GPU time by kind of kernel,
+and the floor: every GEMM and attention kernel timed alone. --trace=FILE writes
+a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU too.
+--snapshot=FILE writes what the GPU's memory held from the start on, for
+pytorch.org/memory_viz or `bench.py snapshot`. `python bench.py COMMAND --help`
+lists a command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib
@@ -18,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from configurator import columns, fill, parse, run
+from configurator import parse, run
 from run.hf import adopt
 from settings import Config, check
 from system.errors import UserError
@@ -79,7 +80,7 @@ def main(name, cfg):
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h"):
-        print(fill(__doc__, columns()))
+        print(__doc__.strip())
     elif name in COMMANDS:
         cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
         run(partial(main, name), cfg)

@@ -310,8 +310,11 @@ def without_effect(cfg, names, why):
 
 
 def describe(cls, doc="", width=80):
-    """The --help text: `doc`, then settings by section, a class's own before those of its bases."""
-    rows = [fill(doc, width)]
+    """The --help text: `doc`, then settings by section, a class's own before those of its bases.
+
+    width: of the settings; docstrings of scripts have lines of at most 80 columns.
+    """
+    rows = [inspect.cleandoc(doc)]
     hints = typing.get_type_hints(cls)
     shown = set()
     last = None
@@ -337,27 +340,6 @@ def describe(cls, doc="", width=80):
 def columns():
     """The width of the terminal, at most 110; 80 in a pipe."""
     return min(shutil.get_terminal_size().columns, 110)
-
-
-def fill(doc, width):
-    """A docstring with paragraphs filled to `width`; long commands go on after a backslash."""
-    found = []
-    for block in inspect.cleandoc(doc).split("\n\n"):
-        if not block.startswith(" "):
-            found.append(textwrap.fill(block, width))
-            continue
-        lines = []
-        for line in block.splitlines():
-            command, mark, comment = line.partition("  # ")
-            if len(line) > width and mark:
-                lines.append(f"    # {comment}")
-                line = command
-            parts = textwrap.wrap(
-                line, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False
-            )
-            lines.append(" \\\n".join(parts))
-        found.append("\n".join(lines))
-    return "\n\n".join(found)
 
 
 def _option(name, default, hint, comment, width, column=28):

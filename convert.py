@@ -1,11 +1,12 @@
-"""Checkpoints from and to Hugging Face weights (which: docs/checkpoints.md); files of ranks merged.
+"""Checkpoints from and to Hugging Face weights; files of many ranks merged.
 
-    python convert.py --from_hf=gpt2 --out=out/gpt2  # a hub name or folder -> a checkpoint
-    python convert.py --checkpoint=out/gpt2_124m --to_hf=out/hf  # -> a folder for transformers
-    python convert.py --checkpoint=out/llama3_8b --out=out/merged  # files of many ranks -> one
-    python convert.py --checkpoint=out/a --average=5 --out=out/mean  # of its last 5 checkpoints
+    python convert.py --from_hf=gpt2 --out=out/gpt2     # a hub name or a folder
+    python convert.py --checkpoint=out/a --to_hf=out/hf # for transformers
+    python convert.py --checkpoint=out/a --out=out/b    # files of many ranks
+    python convert.py --checkpoint=out/a --average=5 --out=out/b  # its last 5
 
-An export is compared with transformers, where that is installed, and refused if the logits differ.
+docs/checkpoints.md lists the models. An export is compared with transformers,
+where that is installed, and refused if the logits differ.
 """
 
 import os

@@ -1,10 +1,11 @@
 """Tokens to train on: shards from the Hugging Face hub or from local files.
 
-    python fineweb.py  # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
-    python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10  # FineWeb, GPT-2's tokens
-    python fineweb.py --dataset="books/*.txt,notes.jsonl.zst" --out_dir=data/mine
-    python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/shakespeare_char
-    python fineweb.py --dataset=chats.jsonl --text_key=messages --tokenizer=FOLDER  # dialogues
+    python fineweb.py    # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
+    python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10 # tokenized
+    python fineweb.py --dataset="a/*.txt,b.jsonl.zst" --out_dir=data/mine
+    python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/chars
+    python fineweb.py --dataset=chats.jsonl --text_key=messages \\
+        --tokenizer=FOLDER  # dialogues
 
 A killed run goes on when it is started again.
 """

@@ -1,13 +1,15 @@
-"""HellaSwag (https://arxiv.org/abs/1905.07830): which of four endings is most likely?
+"""HellaSwag (https://arxiv.org/abs/1905.07830): the likeliest of four endings.
 
-    python hellaswag.py --checkpoint=out/a [--against=out/b]  # and the difference, a - b
-    python hellaswag.py --checkpoint=out/a --show=3  # and what it chose in 3 examples
-    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/a [--parallel=fsdp]
+    python hellaswag.py --checkpoint=out/a
+    python hellaswag.py --checkpoint=out/a --against=out/b  # and a - b
+    python hellaswag.py --checkpoint=out/a --show=3         # what it chose in 3
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --checkpoint=out/a
 
-acc takes the ending with the lowest summed loss, acc_norm that with the lowest mean loss per token,
-as other GPT-2 reproductions do (GPT-2 124M: 0.2859, 0.2955); lm-eval's divides by characters
-instead. Chance is 0.25. acc_easy is acc with the wrong endings replaced by right ones of other
-examples, of the same length, meant for small models, which are at chance in acc.
+acc takes the ending with the lowest summed loss, acc_norm that with the lowest
+mean loss per token, as other GPT-2 reproductions do (GPT-2 124M: 0.2859,
+0.2955); lm-eval's divides by characters instead. Chance is 0.25. acc_easy is
+acc with the wrong endings replaced by right ones of other examples, of the same
+length, meant for small models, which are at chance in acc.
 """
 
 import http.client

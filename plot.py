@@ -1,19 +1,21 @@
 """Curves of one or several runs, as a picture.
 
-    python plot.py out/gpt2_124m  # -> out/gpt2_124m/curves.png
-    python plot.py out/a out/b --names=before,after --x=seconds --out=compare.svg
-    python plot.py out/a out/b --no_panels --dark --out=slide.png  # the losses alone
-    python plot.py out/a assets/build_nanogpt.jsonl  # beside the losses of another program
-    python plot.py out/gate_* --against out/base_* --out=gate.png  # means over seeds
-    python plot.py out/a --norms  # -> out/a/norms.png: which matrix a spike comes from
+    python plot.py out/gpt2_124m                   # -> out/gpt2_124m/curves.png
+    python plot.py out/a out/b --names=before,after --x=seconds --out=both.svg
+    python plot.py out/a out/b --no_panels --dark --out=slide.png # losses alone
+    python plot.py out/a assets/build_nanogpt.jsonl     # beside another program
+    python plot.py out/gate_* --against out/base_*      # means over seeds
+    python plot.py out/a --norms   # norms.png: which matrix a spike comes from
 
-Shows the loss and, of several runs, its end once more, larger. Below are small panels, as far as a
-run has them: HellaSwag, learning rate, gradient norm, tokens per second, figures of your own that
-the model's forward returns (extras), and evaluations of your own.
+Shows the loss and, of several runs, its end once more, larger. Below are small
+panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
+tokens per second, figures of your own that the model's forward returns
+(extras), and evaluations of your own.
 
-With --against it prints a table too: runs that differ in seeds alone are a group, with its mean
-loss ± the standard deviation; of each two groups the difference, with a 95% interval. --norms shows
-what a run with --norms_interval has logged.
+With --against it prints a table too: runs that differ in seeds alone are a
+group, with its mean loss ± the standard deviation; of each two groups the
+difference, with a 95% interval. --norms shows what a run with --norms_interval
+has logged.
 """
 
 import math

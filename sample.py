@@ -1,11 +1,13 @@
 """Generate text from a checkpoint.
 
-    python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time" --n_samples=4
-    python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --temperature=0.8 --top_k=50
-    torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/a --n_samples=32
-    python sample.py --pretrained=FOLDER --chat  # a conversation: a line, a reply
+    python sample.py --checkpoint=out/gpt2_124m --prompt="Once upon a time"
+    python sample.py --pretrained=gpt2 --prompt="$(cat story.txt)" --top_k=50
+    torchrun --standalone --nproc_per_node=8 sample.py --checkpoint=out/a \\
+        --n_samples=32
+    python sample.py --pretrained=FOLDER --chat  # a conversation, line by line
 
-Prints the text as it is generated, then tokens a second. The sampling is in run/sampling.py.
+Prints the text as it is generated, then tokens a second. The sampling is in
+run/sampling.py.
 """
 
 import contextlib

@@ -1,14 +1,15 @@
 """Pre-train a GPT or a Llama.
 
-    python train.py config/quickstart.py               # one process: CPU, one GPU, MPS
-    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py   # one node
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d \
-        --rdzv_endpoint=HOST:29500 train.py ...                      # two nodes
+    python train.py config/quickstart.py    # one process: CPU, one GPU, MPS
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d \\
+        --rdzv_endpoint=HOST:29500 train.py ...  # two nodes
 
-Settings: a config file, then --key=value (`--help` lists them). Writes out_dir/log.jsonl,
-config.json, the code that ran (model.py, kernels.py, source.json) and checkpoints, step_*/.
-Exit codes, the same of all ranks: 0 done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are
-not finite, 128 + N saved and stopped by signal N (docs/operations.md).
+Settings: a config file, then --key=value (`--help` lists them). Writes
+out_dir/log.jsonl, config.json, the code that ran (model.py, kernels.py,
+source.json) and checkpoints, step_*/. Exit codes, the same of all ranks: 0
+done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite,
+128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run

@@ -1,12 +1,13 @@
-"""Loss and bits per byte of a model on held-out text, folder by folder, with standard errors.
+"""Loss and bits per byte of a model on held-out text, with standard errors.
 
     python validate.py data/books data/wiki --checkpoint=out/a
-    python validate.py data/books data/wiki --checkpoint=out/a --against=out/b  # and a - b
-    torchrun --standalone --nproc_per_node=8 validate.py data/books --pretrained=FOLDER_OR_HUB_NAME
+    python validate.py data/books --checkpoint=out/a --against=out/b # and a - b
+    torchrun --standalone --nproc_per_node=8 validate.py data/books \\
+        --pretrained=FOLDER_OR_HUB_NAME
 
-Reads the validation shards that fineweb.py wrote. A standard error says how far other such
-documents would move the figure. Two models find the same documents hard, so that their difference
-has a smaller one.
+Reads the validation shards that fineweb.py wrote, folder by folder. A standard
+error says how far other such documents would move the figure. Two models find
+the same documents hard, so that their difference has a smaller one.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,13 @@
-"""Scores of lm-evaluation-harness for a checkpoint, an edited model's too: nothing is exported.
+"""Scores of lm-evaluation-harness for a checkpoint, an edited model's too.
 
     python -m measure.harness --checkpoint=out/a --tasks=hellaswag,arc_easy
-    python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5 --out=gsm8k.json
-    torchrun --standalone --nproc_per_node=8 -m measure.harness --checkpoint=out/a --tasks=mmlu
+    python -m measure.harness --checkpoint=out/a --tasks=gsm8k --num_fewshot=5
+    torchrun --standalone --nproc_per_node=8 -m measure.harness \\
+        --checkpoint=out/a --tasks=mmlu
 
-Needs `pip install lm_eval==0.4.13`; tasks and their data come from the hub, but for those of
-measure/*.yaml and of --include_path. The model answers through measure/language_model.py.
+Nothing is exported. Needs `pip install lm_eval==0.4.13`; tasks and their data
+come from the hub, but for those of measure/*.yaml and of --include_path. The
+model answers through measure/language_model.py.
 """
 
 import json

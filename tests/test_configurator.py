@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import settings
-from configurator import configure, describe, fill
+from configurator import configure, describe
 from system.errors import UserError
 
 
@@ -291,17 +291,7 @@ def test_help_and_mistakes_of_train_need_no_torch():
     )
 
 
-def test_help_breaks_between_words_and_long_commands_with_a_backslash():
-    doc = (
-        "What it is,\nin a line.\n\n    python it.py\n    python it.py --key=value "
-        "--other=value  # why"
-    )
-    doc += "\n\nMore."
-    assert fill(doc, 30).splitlines() == [
-        *("What it is, in a line.", "", "    python it.py", "    # why"),
-        *("    python it.py --key=value \\", "        --other=value", "", "More."),
-    ]
-    assert fill(doc, 80) == doc.replace(",\n", ", ")
+def test_help_breaks_between_words():
     rows = describe(Config, "", 40).splitlines()
     assert rows[:3] == [
         "Settings:",
