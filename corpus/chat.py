@@ -196,23 +196,28 @@ class Dialogues:
         if not answers:
             return self._row([])
         text, parts = self.template.render(messages)
-        encoded = self.tokenizer.parse(text)
-        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T
-        row = self._row(encoded.ids)
         if not self.template.marks_answers:
             parts = [self._answer(messages, i, text) for i in answers]
+        encoded = self.tokenizer.parse(text)
+        row = self._row(encoded.ids)
+        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T
         for begin, end in parts:
             inside = np.flatnonzero((ends > begin) & (begins < end))
-            if not self.template.marks_answers:  # loss up to the answer's last special token
-                special = np.isin(row["token"][inside], [*self.tokenizer.special.values()])
-                if special.any():
-                    inside = inside[: np.flatnonzero(special)[-1] + 1]
+            if not self.template.marks_answers:
+                inside = self._up_to_last_special(inside, row["token"][inside])
             row["loss"][inside] = True
         if not row["loss"].any():
             return row[:0]
         if encoded.ids[0] != self.tokenizer.eot:
             row = np.concatenate([self._row([self.tokenizer.eot]), row])
         return row
+
+    def _up_to_last_special(self, places, ids):
+        """The places up to that of the last special token, which ends the turn; all without one."""
+        special = np.flatnonzero(np.isin(ids, [*self.tokenizer.special.values()]))
+        if len(special) == 0:
+            return places
+        return places[: special[-1] + 1]
 
     def _answer(self, messages, i, text):
         """Where answer i, after the generation prompt, begins and ends in the whole text."""
