@@ -288,7 +288,8 @@ def read(name):
         ):
             return Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
     if path and path.is_file():
-        data = path.read_bytes()
+        with as_user_error(f"tokenizer={name} cannot be read"):
+            data = path.read_bytes()
         if path.suffix == ".model":
             tokenizer = llama3(name, data)
         else:

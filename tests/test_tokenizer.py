@@ -1,6 +1,7 @@
 """tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
 import base64
+import errno
 import json
 import sys
 import sysconfig
@@ -393,3 +394,16 @@ def test_a_tokenizer_that_drops_characters_says_so(unk, tmp_path, capsys):
     assert tokenizer.load(str(tmp_path)).encode("a\u6771b") == ([0, 3, 1] if unk else [0, 1])
     said = "drops characters that it lacks; one of bytes, or with unk_token, does not"
     assert (said in capsys.readouterr().err) == (unk is None)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer.load("bytes").to_json())
+
+    def fails(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(UserError, match=f"tokenizer={path} cannot be read: OSError: ") as error:
+        tokenizer.load(str(path))
+    one_line(error)
