@@ -309,27 +309,33 @@ class TokenLoader:
             return ""
         rows = self.folders[0]
         epoch, place = divmod(state["rows"], rows.per_epoch)
-        where = f": goes on at row {place:,} of {rows.per_epoch:,}; "
+        where = f"row {place:,} of {rows.per_epoch:,}"
+        what = "the rows before it are left out, and what was read before may come again"
         if len(self.folders) > 1:
-            where = f": goes on at row {state['rows']:,} of the mixture; "
+            where = f"row {state['rows']:,} of the mixture"
         elif changed == {"shuffle_seed"} and not self.align:
             seeds = state.get("shuffle_seed"), self.shuffle_seed
-            if epoch == 0 or None not in seeds:  # else the rows of one of them are shifted
-                before, now = (rows.shuffle(epoch, seed) for seed in seeds)
-                again = np.intersect1d(before[:place], now[place:]).size
-                left = (
-                    f"of the {rows.per_epoch - place:,} left in this epoch {again:,} were "
-                    "read already"
-                )
-                return f"{where}{left}, and as many that were not are left out"
+            # in a later epoch a run with a seed cuts other rows than one without
+            if epoch == 0 or None not in seeds:
+                what = read_and_left(rows, epoch, place, *seeds)
         elif changed == {"block_size"} and self.shuffle_seed is None and not self.align:
-            if files.count(state.get("block_size")):
-                tokens = state["rows"] * (self.T - state["block_size"])
-                return (
-                    f"{where}{abs(tokens):,} tokens are "
-                    f"{'left out' if tokens > 0 else 'read again'}"
-                )
-        return f"{where}the rows before it are left out, and what was read before may come again"
+            before = state.get("block_size")
+            if files.count(before) and before < self.T:
+                what = f"{state['rows'] * (self.T - before):,} tokens are left out"
+            elif files.count(before):
+                what = f"{state['rows'] * (before - self.T):,} tokens are read again"
+        return f": goes on at {where}; {what}"
+
+
+def read_and_left(rows, epoch, place, before, now):
+    """In words, what the rest of an epoch, from a place on, reads again after a change of seed."""
+    read = rows.shuffle(epoch, before)[:place]
+    left = rows.shuffle(epoch, now)[place:]
+    again = np.intersect1d(read, left).size
+    return (
+        f"of the {len(left):,} left in this epoch {again:,} were read already, "
+        "and as many that were not are left out"
+    )
 
 
 class Repeated:
