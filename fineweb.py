@@ -25,7 +25,7 @@ from corpus import DataError, as_user_error
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from settings import Config as RunConfig
 from system.errors import UserError, refuse
-from system.files import patiently
+from system.files import Lock, patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
@@ -77,7 +77,8 @@ def main(cfg):
 
     source = Source(cfg)
     out = Path(cfg.out_dir or f"data/{source.short}")
-    with writer.lock_folder(out):
+    with Lock(out) as lock:
+        lock.take()
         tokenizer = cfg.tokenizer
         if tokenizer == "chars":
             tokenizer = out / "tokenizer.json"
@@ -99,6 +100,8 @@ def main(cfg):
                     source.documents(first), (dialogues or tokenizer).rows, progress, source.short
                 )
             progress.finish()
+        # it names this machine, and the folder may be uploaded
+        (out / "run.lock").unlink(missing_ok=True)
     for split in ("train", "val"):
         words = f"{progress.total('tokens', split):,} tokens"
         if cfg.is_chat:

@@ -5,10 +5,8 @@ and once all is written manifest.json with checksums.
 """
 
 import contextlib
-import fcntl
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -35,19 +33,6 @@ def written_here(name):
     """Whether fineweb.py writes a file of this name."""
     own = ("progress.json", "manifest.json", "tokenizer.json", "token_bytes.npy")
     return name in own or split_of(str(Path(name).with_suffix(".bin"))) is not None
-
-
-@contextlib.contextmanager
-def lock_folder(out):
-    """Makes the folder `out` and locks it against other writers; the lock ends with the process."""
-    with as_user_error(f"out_dir={out} cannot be written, or another fineweb.py writes there"):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def write_shards(batches, encode, progress, name):

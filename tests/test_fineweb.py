@@ -29,6 +29,7 @@ from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_header, verify
 from fineweb import Config
 from system.errors import UserError
+from system.files import Lock
 
 ROOT = Path(__file__).parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -77,7 +78,9 @@ def stopped_after(count):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    """{name: bytes} of a folder's files, but for the lock, which names the last process."""
+    paths = sorted(Path(folder).iterdir())
+    return {path.name: path.read_bytes() for path in paths if path.name != "run.lock"}
 
 
 def shard_tokens(folder, split):
@@ -121,7 +124,11 @@ def test_shards_are_the_documents(tmp_path):
     assert manifest["tokens"] == len(val) + len(train) and manifest["dtype"] == "uint16"
     assert np.array_equal(np.load(tmp_path / "d/token_bytes.npy"), tok.token_bytes())
     verify(tmp_path / "d")
-    assert not list((tmp_path / "d").glob("*.tmp")) and not (tmp_path / "d/progress.json").exists()
+    assert {path.name for path in (tmp_path / "d").iterdir()} == {
+        "manifest.json",
+        "token_bytes.npy",
+        *(shard["name"] for shard in manifest["shards"]),
+    }
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path):
@@ -418,8 +425,10 @@ def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch, streaming
 
 @pytest.mark.gpt2
 def test_two_at_once_are_refused(tmp_path):
-    with writer.lock_folder(tmp_path / "d"), pytest.raises(UserError, match="another fineweb.py"):
-        prepare(tmp_path / "d", JSON)
+    with Lock(tmp_path / "d") as lock:
+        lock.take()
+        with pytest.raises(UserError, match="in use by a run: process .*; wait for its end"):
+            prepare(tmp_path / "d", JSON)
     prepare(tmp_path / "d", JSON)
 
 
@@ -525,7 +534,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(dataset="one.txt", val_tokens=9), 2, "of a single text it is the last tenth"),
         (dict(dataset="other.jsonl"), 3, "other.jsonl:1: it has no field text; it has body"),
         (dict(out="used"), 2, "holds x_train_000001.bin"),
-        (dict(out="/proc/x"), 2, "cannot be written"),
+        (dict(out="/proc/x"), 2, "out_dir=/proc/x: x: No such file or directory; try another"),
         (
             dict(shard_tokens=0, val_tokens=-1),
             2,
