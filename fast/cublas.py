@@ -16,6 +16,7 @@ import statistics
 import torch
 
 from fast import hopper
+from system.errors import UserError
 
 # cudaDataType_t, cublasComputeType_t
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
@@ -126,6 +127,8 @@ class Plan:
         self, device, M, K, N, a_strides, b_strides, types, epilogue, adds, fast, deterministic
     ):
         a_type, b_type, out_type, bias_type = types
+        self.shapes = f"({M}, {K}) by ({K}, {N})"
+        self.fp8 = a_type.itemsize == 1
         a_transposed = a_strides[1] != 1
         b_transposed = b_strides[1] != 1
         self.device = device
@@ -181,15 +184,20 @@ class Plan:
         b, a, out = self.layouts
         found = (HeuristicResult * CANDIDATES)()
         count = ctypes.c_int()
-        call(
-            "cublasLtMatmulAlgoGetHeuristic", library()[1], self.descriptor, b, a, out, out,
-            preference, CANDIDATES, found, ctypes.byref(count),
+        lib, handle = library()
+        status = lib.cublasLtMatmulAlgoGetHeuristic(
+            handle, self.descriptor, b, a, out, out, preference, CANDIDATES, found,
+            ctypes.byref(count),
         )  # fmt: skip
+        if status:  # there is none: `run` and `tune` say so
+            return []
         return found[: count.value]
 
     def run(self, a, b, bias, out, added, which):
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
-        if self.has_hopper and which == len(self.algorithms):
+        if which == len(self.algorithms):
+            if not self.has_hopper:
+                raise self.no_algorithm()
             return hopper.linear(a, b, bias, out)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
@@ -208,19 +216,24 @@ class Plan:
 
     def tune(self, a, b, bias, out, added):
         """Finds the algorithm that `matmul` runs from now on; writes to out."""
-        self.tuned = True
         count = len(self.algorithms)
         if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
             count += 1
         candidate = functools.partial(self.run, a, b, bias, out, added)
         candidates = [functools.partial(candidate, which) for which in range(count)]
-        if not self.deterministic:
-            self.fastest = fastest(candidates, self.device)
-            return
-        for which, candidate in enumerate(candidates):
-            if runs(candidate):
-                self.fastest = which
-                return
+        choose = first_that_runs if self.deterministic else fastest
+        self.fastest = choose(candidates, self.device)
+        if self.fastest is None:
+            torch.cuda.synchronize(self.device)  # raises the error of a kernel before, if any
+            raise self.no_algorithm()
+        self.tuned = True
+
+    def no_algorithm(self):
+        """The error of a shape that neither cuBLASLt nor hopper.py multiplies."""
+        other = "--precision=bf16" if self.fp8 else "--ops=torch"
+        return UserError(
+            f"cuBLASLt has no algorithm that multiplies {self.shapes} on this GPU; try {other}"
+        )
 
 
 def runs(function):
@@ -234,13 +247,22 @@ def runs(function):
     return True
 
 
+def first_that_runs(functions, device):
+    """Index of the first function that runs; None if none does."""
+    for which, function in enumerate(functions):
+        if runs(function):
+            return which
+
+
 def fastest(functions, device):
     """Index of the function that runs and takes the GPU the least time, the median of ROUNDS.
 
     They are timed in turn, since the clock drifts with the chip's power; after each round FINALISTS
-    go on.
+    go on. None if none runs.
     """
     times = {which: [] for which, function in enumerate(functions) if runs(function)}
+    if not times:
+        return None
     event = functools.partial(torch.cuda.Event, enable_timing=True)
     for _ in range(ROUNDS):
         events = {which: (event(), event()) for which in times}

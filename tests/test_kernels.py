@@ -13,6 +13,7 @@ import model as models
 from fast import cublas, forms, gradients
 from run import flops
 from settings import GPTConfig
+from system.errors import UserError
 
 
 @pytest.fixture
@@ -200,3 +201,49 @@ def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_not():
     assert cublas.runs(list) and not cublas.runs(fails)
     with pytest.raises(torch.OutOfMemoryError):
         cublas.runs(full)
+
+
+@pytest.mark.parametrize("tune", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("algorithms", [0, 2])  # none proposed; two, of which none runs
+def test_a_product_that_no_algorithm_computes_is_refused_in_one_line(
+    algorithms, deterministic, tune, monkeypatch
+):
+    def call(plan, a, b, bias, out, added, which):
+        if which < algorithms:
+            raise RuntimeError("cublasLtMatmul failed with status 15")
+        return run(plan, a, b, bias, out, added, which)
+
+    run = cublas.Plan.run
+    monkeypatch.setattr(cublas, "call", lambda *_: None)
+    monkeypatch.setattr(cublas, "PLANS", {})
+    monkeypatch.setattr(cublas.Plan, "set", lambda *_: None)
+    monkeypatch.setattr(cublas.Plan, "heuristic", lambda plan: [None] * algorithms)
+    monkeypatch.setattr(cublas.Plan, "run", call)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    torch.use_deterministic_algorithms(deterministic)
+    a, out = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(8, 24, dtype=torch.bfloat16)
+    b = torch.zeros(16, 24, dtype=torch.bfloat16)
+    if not tune and algorithms:
+        with pytest.raises(RuntimeError, match="status 15"):
+            cublas.matmul(a, b, out, tune=tune)
+        return
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"\(8, 16\) by \(16, 24\) on this GPU; try --ops=torch$"):
+            cublas.matmul(a, b, out, tune=tune)
+    low = [x.to(torch.float8_e4m3fn) for x in (a, b)]
+    with pytest.raises(UserError, match="try --precision=bf16$"):
+        cublas.matmul(*low, out, tune=tune)
+
+
+def test_calls_without_tokens_run_in_plain_pytorch(monkeypatch):
+    """As for an expert that no token chose."""
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
+    up, down, norm = kernels.Linear(16, 64), kernels.Linear(64, 16), kernels.LayerNorm(16)
+    head, none = kernels.Linear(16, 64, bias=False), torch.zeros(0, dtype=torch.long)
+    x = torch.randn(0, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = kernels.mlp(norm(x), up, kernels.gelu, down)
+        loss, _ = kernels.linear_cross_entropy(y, head, none)
+    loss.backward()
+    assert y.shape == x.grad.shape == (0, 16) and not loss.any() and not up.weight.grad.any()
