@@ -127,8 +127,6 @@ class Plan:
         self, device, M, K, N, a_strides, b_strides, types, epilogue, adds, fast, deterministic
     ):
         a_type, b_type, out_type, bias_type = types
-        self.shapes = f"({M}, {K}) by ({K}, {N})"
-        self.fp8 = a_type.itemsize == 1
         a_transposed = a_strides[1] != 1
         b_transposed = b_strides[1] != 1
         self.device = device
@@ -197,7 +195,7 @@ class Plan:
         """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
         if which == len(self.algorithms):
             if not self.has_hopper:
-                raise self.no_algorithm()
+                raise no_algorithm(a, b)
             return hopper.linear(a, b, bias, out)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
@@ -225,15 +223,15 @@ class Plan:
         self.fastest = choose(candidates, self.device)
         if self.fastest is None:
             torch.cuda.synchronize(self.device)  # raises the error of a kernel before, if any
-            raise self.no_algorithm()
+            raise no_algorithm(a, b)
         self.tuned = True
 
-    def no_algorithm(self):
-        """The error of a shape that neither cuBLASLt nor hopper.py multiplies."""
-        other = "--precision=bf16" if self.fp8 else "--ops=torch"
-        return UserError(
-            f"cuBLASLt has no algorithm that multiplies {self.shapes} on this GPU; try {other}"
-        )
+
+def no_algorithm(a, b):
+    """The error of a product that neither cuBLASLt nor hopper.py computes."""
+    shapes = f"{tuple(a.shape)} by {tuple(b.shape)}"
+    other = "--precision=bf16" if a.dtype.itemsize == 1 else "--ops=torch"
+    return UserError(f"cuBLASLt has no algorithm that multiplies {shapes} on this GPU; try {other}")
 
 
 def runs(function):
