@@ -130,63 +130,91 @@ def _cross_entropy(
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD the gradient of its logits, scaled.
 
-    Of the P columns V are real. exp is taken against the largest of the last block's logits and the
-    target's, without a running maximum; in the rare row where that overflows, it is taken again
-    against the true one. The second pass goes backwards: it begins with what the cache still holds.
-    Only the last block needs a mask.
+    Of the P columns V are real. They are read in blocks, of which only the last one, `tail`, needs
+    a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
     grads += row * P
     target = tl.load(targets + row)
     cols = tl.arange(0, BLOCK)
-    FULL: tl.constexpr = V // BLOCK * BLOCK
+    FULL: tl.constexpr = V // BLOCK * BLOCK  # columns of the blocks before the last
     if target < 0:
         tl.store(losses + row, 0.0)
         if GRAD:
-            zeros = tl.zeros((BLOCK,), grads.dtype.element_ty)
-            for start in range(0, P, BLOCK):
-                tl.store(grads + start + cols, zeros, mask=start + cols < P)
+            _store_zeros(grads, cols, 0, P, BLOCK)
         return
     picked = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
     tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
-    top = tl.maximum(picked, tl.max(tail))
-    norms = tl.exp2((tail - top) * LOG2E)
-    for start in range(0, FULL, BLOCK):
-        x = _capped(tl.load(logits + start + cols), softcap, CAP)
-        norms += tl.exp2(x * LOG2E - top * LOG2E)
-    norm = tl.sum(norms)
-    if norm == float("inf"):
-        highest = tail
-        for start in range(0, FULL, BLOCK):
-            highest = tl.maximum(highest, _capped(tl.load(logits + start + cols), softcap, CAP))
-        top = tl.max(highest)
-        norms = tl.exp2((tail - top) * LOG2E)
-        for start in range(0, FULL, BLOCK):
-            norms += tl.exp2((_capped(tl.load(logits + start + cols), softcap, CAP) - top) * LOG2E)
-        norm = tl.sum(norms)
-    lse = top + tl.log(norm)
+    lse = _log_sum_exp(logits, cols, tail, picked, softcap, FULL, CAP, BLOCK)
     tl.store(losses + row, lse - picked)
     if GRAD:
-        grad = _ce_grad(tail, FULL + cols, lse, scale, softcap, CAP, DITHER)
-        grad = tl.where(FULL + cols < V, grad, 0.0)
-        tl.store(grads + FULL + cols, grad.to(grads.dtype.element_ty), mask=FULL + cols < P)
-        for back in range(BLOCK, FULL + 1, BLOCK):
-            at = FULL - back + cols
-            x = _capped(tl.load(logits + at), softcap, CAP)
-            grad = _ce_grad(x, at, lse, scale, softcap, CAP, DITHER)
-            tl.store(grads + at, grad.to(grads.dtype.element_ty))
-        for start in range(FULL + BLOCK, P, BLOCK):  # padding that reaches beyond the tail's block
-            padding = tl.zeros((BLOCK,), grads.dtype.element_ty)
-            tl.store(grads + start + cols, padding, mask=start + cols < P)
-        tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
-        at_target = tl.exp2(picked * LOG2E - lse * LOG2E) * scale - scale
-        if CAP:
-            at_target *= 1 - (picked / softcap) * (picked / softcap)
-        if DITHER:
-            at_target = _dithered(at_target, target, lse)
-        tl.store(grads + target, at_target.to(grads.dtype.element_ty))
+        _store_gradients(
+            grads, logits, cols, tail, lse, scale, softcap, P, V, FULL, CAP, DITHER, BLOCK
+        )
+        tl.debug_barrier()  # the target's own gradient goes over what was stored there
+        own = _ce_grad(picked, target, lse, scale, scale, softcap, CAP, DITHER)
+        tl.store(grads + target, own.to(grads.dtype.element_ty))
+
+
+@triton.jit
+def _log_sum_exp(
+    logits, cols, tail, picked, softcap, FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of a row of logits; cols: those of a block.
+
+    exp is taken against the largest of the last block's logits and the target's, `picked`, without
+    a running maximum; in the rare row where that overflows, it is taken again against the true one.
+    """
+    top = tl.maximum(picked, tl.max(tail))
+    sums = tl.exp2((tail - top) * LOG2E)
+    for start in range(0, FULL, BLOCK):
+        x = _capped(tl.load(logits + start + cols), softcap, CAP)
+        sums += tl.exp2(x * LOG2E - top * LOG2E)
+    total = tl.sum(sums)
+    if total == float("inf"):
+        highest = tail
+        for start in range(0, FULL, BLOCK):
+            x = _capped(tl.load(logits + start + cols), softcap, CAP)
+            highest = tl.maximum(highest, x)
+        top = tl.max(highest)
+        sums = tl.exp2((tail - top) * LOG2E)
+        for start in range(0, FULL, BLOCK):
+            x = _capped(tl.load(logits + start + cols), softcap, CAP)
+            sums += tl.exp2((x - top) * LOG2E)
+        total = tl.sum(sums)
+    return top + tl.log(total)
+
+
+@triton.jit
+def _store_gradients(
+    grads, logits, cols, tail, lse, scale, softcap,
+    P: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, CAP: tl.constexpr, DITHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a row's logits, as if none were the target.
+
+    They are stored from the last block on, which the cache still holds, back to the first.
+    """
+    dtype: tl.constexpr = grads.dtype.element_ty
+    grad = _ce_grad(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
+    grad = tl.where(FULL + cols < V, grad, 0.0)
+    tl.store(grads + FULL + cols, grad.to(dtype), mask=FULL + cols < P)
+    for back in range(BLOCK, FULL + 1, BLOCK):
+        at = FULL - back + cols
+        x = _capped(tl.load(logits + at), softcap, CAP)
+        grad = _ce_grad(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
+        tl.store(grads + at, grad.to(dtype))
+    _store_zeros(grads, cols, FULL + BLOCK, P, BLOCK)  # padding that reaches beyond the last block
+
+
+@triton.jit
+def _store_zeros(grads, cols, FIRST: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
+    """In a row's columns from FIRST on."""
+    zeros = tl.zeros((BLOCK,), grads.dtype.element_ty)
+    for start in range(FIRST, P, BLOCK):
+        tl.store(grads + start + cols, zeros, mask=start + cols < P)
 
 
 def target_logits(x, w, targets, softcap):
@@ -285,8 +313,9 @@ def _exponential_rows(
 
 
 @triton.jit
-def _ce_grad(x, at, lse, scale, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
-    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale
+def _ce_grad(x, at, lse, scale, less, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
+    """The gradient of the logits x in columns `at`; less: scale for the target, 0 for others."""
+    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - less
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
     if DITHER:

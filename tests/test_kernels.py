@@ -229,7 +229,9 @@ def test_a_product_that_no_algorithm_computes_is_refused_in_one_line(
             cublas.matmul(a, b, out, tune=tune)
         return
     for _ in range(2):
-        with pytest.raises(UserError, match=r"\(8, 16\) by \(16, 24\) on this GPU; try --ops=torch$"):
+        with pytest.raises(
+            UserError, match=r"\(8, 16\) by \(16, 24\) on this GPU; try --ops=torch$"
+        ):
             cublas.matmul(a, b, out, tune=tune)
     low = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     with pytest.raises(UserError, match="try --precision=bf16$"):
