@@ -41,6 +41,10 @@ CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 SUM_STEPS, SUM_STAGES = 8, 3
 TRANSPOSE_TILE, COPY_BLOCK = 128, 8192
+# GELU(x) = x (1 + tanh u) / 2 = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). As a power
+# of two e^(-2 u) is 2^(x (GELU_LINEAR + GELU_CUBIC x^2)); 2 u' is SLOPE_CONSTANT + SLOPE_SQUARE x^2
+GELU_LINEAR, GELU_CUBIC = tl.constexpr(-2.302208198), tl.constexpr(-0.102943240)
+SLOPE_CONSTANT, SLOPE_SQUARE = tl.constexpr(1.595769122), tl.constexpr(0.214064450)
 SCALE_PROGRAMS = 64  # programs that share x where its largest value must be found before the cast
 # a scale leaves room for so many times the last amax; larger values saturate
 ROOM, GRADIENT_ROOM = 2.0, 64.0
@@ -262,15 +266,16 @@ def cast(
     partial = out.new_empty(programs if sums else 0, N, dtype=torch.float32)
     limit = torch.finfo(out.dtype).max
     room = GRADIENT_ROOM if e5m2 else ROOM
-    before, *more = beside or [None]
-    heads = before.size(1) if what == GATE else 1
-    inputs = (*parts, *more, *parts, *parts)[:3]  # filled up by what is not read
+    first_beside, *more = beside or [None]
+    heads = first_beside.size(1) if what == GATE else 1
+    inputs = [*parts, *more, *parts, *parts][:3]  # filled up by what is not read
+    inputs.append(first_beside)
     _update_scale[(SCALE_PROGRAMS,)](
-        *inputs, before, amax, amax_scan(out.device), scale, M, limit / room, *widths, heads, what,
+        *inputs, amax, amax_scan(out.device), scale, M, limit / room, *widths, heads, what,
         BLOCK=4096, num_warps=8,
     )  # fmt: skip
     _cast[(strips, programs)](
-        *inputs, before, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
+        *inputs, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
         SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
     )  # fmt: skip
     return out, out_t, scale, partial.sum(0) if sums else columns
@@ -282,51 +287,62 @@ def _rounded(x, limit, dtype: tl.constexpr):
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
+# In the kernels below x is in up to three parts, `first` to `third`. `beside` is the first tensor
+# that `cast` has beside x. Where x is `first` alone, `second` and `third` are the others: a norm's
+# weight and shift, or DRELU2's factor.
+
+
 @triton.jit
 def _values(
-    x, before, b, c, rows, cols, inside, M, rest, width, HEADS: tl.constexpr, WHAT: tl.constexpr
-):
-    """The values to cast, in float32; for DSWIGLU of gate and of up, else the same twice.
+    x, beside, second, third, rows, cols, inside, M, rest, width, HEADS: tl.constexpr,
+    WHAT: tl.constexpr,
+):  # fmt: skip
+    """The values to cast, in float32: for DSWIGLU (of gate, of up), else the same twice.
 
-    before, b, c: what `cast` has beside x. M: the rows of all programs; rest: those from x on.
+    x, beside: from row 0 of `rows` on. M: the rows of all programs; rest: those from x on.
     """
-    wide = rows * (2 * width) + cols  # in what has gate and up
-    at = wide if WHAT == "swiglu" else rows * width + cols
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    w = v
-    # x (1 + tanh u) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3); in powers of 2
-    if WHAT == "gelu":
-        v *= _sigmoid2(v * (-2.302208198 - 0.102943240 * (v * v)))
-    if WHAT == "dgelu":
-        b = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
-        square = b * b
-        s = _sigmoid2(b * (-2.302208198 - 0.102943240 * square))
-        v *= s + s * ((1 - s) * (b * (1.595769122 + 0.214064450 * square)))
-    if WHAT == "relu2":
-        v = tl.where(v < 0, 0.0, v * v)  # unlike tl.maximum it keeps NaN
-    if WHAT == "drelu2":
-        v *= 2 * tl.sqrt(tl.load(before + at, mask=inside, other=0.0).to(tl.float32) * tl.load(b))
+    in_gate = rows * (2 * width) + cols  # where gate and up are side by side
+    in_row = rows * width + cols
     if WHAT == "swiglu":
-        s = _sigmoid2(v * -LOG2E)
-        up = tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
-        v *= s * up
-    if WHAT == "gate":
-        gate = before + rows * HEADS + cols // (width // HEADS)
-        v *= tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    if WHAT == "norm" or WHAT == "shifted_norm":
-        mean = tl.load(before + rows, mask=rows < rest, other=0.0)
-        v = (v - mean) * tl.load(before + M + rows, mask=rows < rest, other=0.0)
-        v *= tl.load(b + cols, mask=cols < width, other=0.0).to(tl.float32)
-        if WHAT == "shifted_norm":
-            shift = tl.load(c + cols, mask=cols < width, other=0.0).to(tl.float32)
-            v = tl.where(inside, v + shift, 0.0)
-    if WHAT == "dswiglu":
-        gate = tl.load(before + wide, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(before + wide + width, mask=inside, other=0.0).to(tl.float32)
+        gate = _float32(x + in_gate, inside)
         s = _sigmoid2(gate * -LOG2E)
-        w = v * gate * s
-        v *= up * (s + s * ((1 - s) * gate))
-    return v, w
+        up = _float32(x + in_gate + width, inside)
+        value = gate * (s * up)
+        return value, value
+    value = _float32(x + in_row, inside)
+    if WHAT == "dswiglu":
+        gate = _float32(beside + in_gate, inside)
+        up = _float32(beside + in_gate + width, inside)
+        s = _sigmoid2(gate * -LOG2E)
+        of_up = value * gate * s
+        of_gate = value * (up * (s + s * ((1 - s) * gate)))
+        return of_gate, of_up
+    if WHAT == "gelu":
+        value *= _sigmoid2(value * (GELU_LINEAR + GELU_CUBIC * (value * value)))
+    elif WHAT == "dgelu":
+        y = _float32(beside + in_row, inside)
+        square = y * y
+        s = _sigmoid2(y * (GELU_LINEAR + GELU_CUBIC * square))
+        value *= s + s * ((1 - s) * (y * (SLOPE_CONSTANT + SLOPE_SQUARE * square)))
+    elif WHAT == "relu2":
+        value = tl.where(value < 0, 0.0, value * value)  # unlike tl.maximum it keeps NaN
+    elif WHAT == "drelu2":
+        act = _float32(beside + in_row, inside) * tl.load(second)
+        value *= 2 * tl.sqrt(act)
+    elif WHAT == "gate":
+        value *= _float32(beside + rows * HEADS + cols // (width // HEADS), inside)
+    elif WHAT == "norm" or WHAT == "shifted_norm":
+        value -= tl.load(beside + rows, mask=rows < rest, other=0.0)  # the row's mean
+        value *= tl.load(beside + M + rows, mask=rows < rest, other=0.0)  # 1 / its deviation
+        value *= _float32(second + cols, cols < width)
+        if WHAT == "shifted_norm":
+            value = tl.where(inside, value + _float32(third + cols, cols < width), 0.0)
+    return value, value
+
+
+@triton.jit
+def _float32(at, inside):
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -337,9 +353,9 @@ def _sigmoid2(x):
 
 @triton.jit
 def _update_scale(
-    a, b, c, before, amax, scan, scale, M, limit,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    first, second, third, beside, amax, scan, scale, M, limit,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, HEADS: tl.constexpr,
+    WHAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scale of this call, from the amax that the last call saw.
 
@@ -347,25 +363,31 @@ def _update_scale(
     the first steps of a model whose projections start at zero. The scale then comes from the amax
     of x itself: each program looks at a part of x, and the last one to end writes the result.
     """
-    seen = tl.load(amax + 1)
-    if seen == 0.0:
-        seen = tl.load(amax)
-    if seen == 0.0:
-        most = _largest(a, before, b, c, M, A, HEADS, WHAT, BLOCK)
-        if B > 0:
-            most = tl.maximum(most, _largest(b, before, b, c, M, B, HEADS, WHAT, BLOCK))
-        if C > 0:
-            most = tl.maximum(most, _largest(c, before, b, c, M, C, HEADS, WHAT, BLOCK))
-        tl.atomic_max(scan, most)
-    ended = tl.atomic_add(scan + 1, 1.0)
-    if ended == tl.num_programs(0) - 1:
-        if seen == 0.0:
-            seen = tl.atomic_max(scan, 0.0)
-        tl.store(amax, seen)
-        tl.store(amax + 1, 0.0)
-        tl.store(scan, 0.0)
-        tl.store(scan + 1, 0.0)
-        tl.store(scale, tl.exp2(-_scale_exponent(seen, limit)))
+    used = amax  # what the last call's scale came from
+    seen = amax + 1  # the amax of the last call itself, then of this one
+    largest = scan  # of x, over all programs
+    known = tl.load(seen)
+    if known == 0.0:
+        known = tl.load(used)
+    if known == 0.0:
+        most = _largest(first, beside, second, third, M, FIRST, HEADS, WHAT, BLOCK)
+        if SECOND > 0:
+            of_second = _largest(second, beside, second, third, M, SECOND, HEADS, WHAT, BLOCK)
+            most = tl.maximum(most, of_second)
+        if THIRD > 0:
+            of_third = _largest(third, beside, second, third, M, THIRD, HEADS, WHAT, BLOCK)
+            most = tl.maximum(most, of_third)
+        tl.atomic_max(largest, most)
+    ended = scan + 1
+    before = tl.atomic_add(ended, 1.0)
+    if before == tl.num_programs(0) - 1:  # the last of the programs
+        if known == 0.0:
+            known = tl.atomic_max(largest, 0.0)  # reads it
+        tl.store(used, known)
+        tl.store(seen, 0.0)
+        tl.store(largest, 0.0)
+        tl.store(ended, 0.0)
+        tl.store(scale, tl.exp2(-_scale_exponent(known, limit)))
 
 
 @triton.jit
@@ -376,107 +398,117 @@ def _scale_exponent(amax, limit):
 
 @triton.jit
 def _largest(
-    x,
-    before,
-    b,
-    c,
-    M,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    WHAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of this program's part of x."""
+    x, beside, second, third, M,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude in this program's share of a part of x."""
     most = tl.zeros((BLOCK,), tl.float32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     size = tl.cast(M, tl.int64) * WIDTH
     while start < size:
         at = start + tl.arange(0, BLOCK)
-        v, w = _values(
-            x, before, b, c, at // WIDTH, at % WIDTH, at < size, M, M, WIDTH, HEADS, WHAT
+        row = at // WIDTH
+        col = at % WIDTH
+        value, more = _values(
+            x, beside, second, third, row, col, at < size, M, M, WIDTH, HEADS, WHAT
         )
-        most = tl.maximum(most, tl.abs(v))
+        most = tl.maximum(most, tl.abs(value))
         if WHAT == "dswiglu":
-            most = tl.maximum(most, tl.abs(w))
+            most = tl.maximum(most, tl.abs(more))
         start += tl.num_programs(0) * BLOCK
     return tl.max(most)
 
 
 @triton.jit
 def _cast(
-    a, b, c, before, out, out_t, partial, amax, scale, quads, limit,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WHAT: tl.constexpr,
-    SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    first, second, third, beside, out, out_t, partial, amax, scale, quads, limit,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, HEADS: tl.constexpr,
+    WHAT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program casts COLS columns, STEPS times ROWS rows; amax and column sums stay in registers.
 
     Rows are taken in quads, since Triton transposes words faster than bytes: the bytes of four rows
     become one word of the transpose. quads: the rows of all programs, divided by four.
     """
-    N: tl.constexpr = 2 * A if WHAT == "dswiglu" else A + B + C
+    N: tl.constexpr = 2 * FIRST if WHAT == "dswiglu" else FIRST + SECOND + THIRD  # of the result
     strip = tl.program_id(0)
     program = tl.program_id(1)
-    x, width, left = a, A, 0
-    if B > 0:
-        if strip >= (A + COLS - 1) // COLS:
-            x, width, left = b, B, A
-            strip -= (A + COLS - 1) // COLS
-    if C > 0:
-        if (left == A) & (strip >= (B + COLS - 1) // COLS):
-            x, width, left = c, C, A + B
-            strip -= (B + COLS - 1) // COLS
+    # the part of x that has this strip of columns, and how many columns are left of the part
+    x, width, left = first, FIRST, 0
+    if SECOND > 0:
+        if strip >= (FIRST + COLS - 1) // COLS:
+            x, width, left = second, SECOND, FIRST
+            strip -= (FIRST + COLS - 1) // COLS
+    if THIRD > 0:
+        if (left == FIRST) & (strip >= (SECOND + COLS - 1) // COLS):
+            x, width, left = third, THIRD, FIRST + SECOND
+            strip -= (SECOND + COLS - 1) // COLS
     quad = tl.arange(0, ROWS // 4)[:, None]
     cols = strip * COLS + tl.arange(0, COLS)[None, :]
     out_t = out_t.to(tl.pointer_type(tl.int32), bitcast=True) + tl.cast(left, tl.int64) * quads
     factor = 1 / tl.load(scale)
     most = tl.zeros((ROWS // 4, COLS), tl.float32)
     sums = tl.zeros((ROWS // 4, COLS), tl.float32)
-    more = tl.zeros((ROWS // 4, COLS), tl.float32)
+    sums_of_up = tl.zeros((ROWS // 4, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         tile = program * STEPS + step
-        first = tl.cast(tile, tl.int64) * ROWS
+        start = tl.cast(tile, tl.int64) * ROWS
         row = 4 * quad
         inside = (tile * (ROWS // 4) + quad < quads) & (cols < width)
-        here = x + first * (2 * width if WHAT == "swiglu" else width)
-        beside = before
-        if before is not None:
-            if WHAT == "norm" or WHAT == "shifted_norm":
-                beside += first
-            elif WHAT == "gate":
-                beside += first * HEADS
-            elif WHAT == "dswiglu":
-                beside += first * (2 * width)
-            else:
-                beside += first * width
-        # all loads are before the first store, since the compiler does not move them across one
+        here = x + start * (2 * width if WHAT == "swiglu" else width)
+        beside_x = beside
+        if beside is not None:
+            beside_x += start * _width_beside(width, HEADS, WHAT)
         M = 4 * quads
-        rest = 4 * quads - first
-        v0, w0 = _values(here, beside, b, c, row, cols, inside, M, rest, width, HEADS, WHAT)
-        v1, w1 = _values(here, beside, b, c, row + 1, cols, inside, M, rest, width, HEADS, WHAT)
-        v2, w2 = _values(here, beside, b, c, row + 2, cols, inside, M, rest, width, HEADS, WHAT)
-        v3, w3 = _values(here, beside, b, c, row + 3, cols, inside, M, rest, width, HEADS, WHAT)
-        to = out + first * N + left
-        across = out_t + tile * (ROWS // 4)
-        v = (v0, v1, v2, v3)
-        w = (w0, w1, w2, w3)
-        _store(v, factor, limit, to, across, quad, cols, inside, quads, N)
-        most = tl.maximum(most, _amax(v))
+        rest = M - start
+        # all loads are before the first store, since the compiler does not move them across one
+        v0, w0 = _values(
+            here, beside_x, second, third, row, cols, inside, M, rest, width, HEADS, WHAT
+        )
+        v1, w1 = _values(
+            here, beside_x, second, third, row + 1, cols, inside, M, rest, width, HEADS, WHAT
+        )
+        v2, w2 = _values(
+            here, beside_x, second, third, row + 2, cols, inside, M, rest, width, HEADS, WHAT
+        )
+        v3, w3 = _values(
+            here, beside_x, second, third, row + 3, cols, inside, M, rest, width, HEADS, WHAT
+        )
+        to = out + start * N + left
+        to_t = out_t + tile * (ROWS // 4)
+        values = v0, v1, v2, v3
+        _store(values, factor, limit, to, to_t, quad, cols, inside, quads, N)
+        most = tl.maximum(most, _amax(values))
         if SUMS:
             sums += (v0 + v1) + (v2 + v3)
         if WHAT == "dswiglu":
             to += width
-            across += tl.cast(width, tl.int64) * quads
-            _store(w, factor, limit, to, across, quad, cols, inside, quads, N)
-            most = tl.maximum(most, _amax(w))
+            to_t += tl.cast(width, tl.int64) * quads
+            of_up = w0, w1, w2, w3
+            _store(of_up, factor, limit, to, to_t, quad, cols, inside, quads, N)
+            most = tl.maximum(most, _amax(of_up))
             if SUMS:
-                more += (w0 + w1) + (w2 + w3)
+                sums_of_up += (w0 + w1) + (w2 + w3)
     tl.atomic_max(amax + 1, tl.max(most))
     if SUMS:
         at = partial + program * N + left + cols
         tl.store(at, tl.sum(sums, 0)[None, :], mask=cols < width)
         if WHAT == "dswiglu":
-            tl.store(at + width, tl.sum(more, 0)[None, :], mask=cols < width)
+            tl.store(at + width, tl.sum(sums_of_up, 0)[None, :], mask=cols < width)
+
+
+@triton.jit
+def _width_beside(width, HEADS: tl.constexpr, WHAT: tl.constexpr):
+    """How many numbers of the first tensor beside x belong to a row of x."""
+    if WHAT == "norm" or WHAT == "shifted_norm":
+        return 1
+    elif WHAT == "gate":
+        return HEADS
+    elif WHAT == "dswiglu":
+        return 2 * width
+    else:
+        return width
 
 
 @triton.jit
