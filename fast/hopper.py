@@ -149,42 +149,61 @@ def linear_backward(parts, x, w):
     clusters = sm_count(x.device) // CLUSTER
     tiles = -(-P // PART) * -(-Q // (CLUSTER * BN))
     unit = unit_k_tiles(tiles, -(-T // BK), clusters)
-    maps = [*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)]
-    launch(WGRAD, x.device.index, clusters, maps, (dw, db), (P, Q, T, *offsets(parts), unit))
+    launch(
+        WGRAD,
+        x.device.index,
+        clusters,
+        maps=[*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)],
+        tensors=[dw, db],
+        numbers=[P, Q, T, *offsets(parts), unit],
+    )
     return dx, dw, db
 
 
 @functools.cache
 def unit_k_tiles(tiles, k_tiles, clusters):
     """How many k-tiles of a tile are a unit of hopper_wgrad's work, for it to end soonest."""
-    # the busiest cluster's time in k-tiles; adding a unit to dw takes as long as about two
-    splits = min(range(1, 17), key=lambda n: -(-tiles * n // clusters) * (-(-k_tiles // n) + 2))
+
+    def time(splits):  # of the busiest cluster, in k-tiles; to add a unit to dw takes about two
+        units = -(-tiles * splits // clusters)
+        return units * (-(-k_tiles // splits) + 2)
+
+    splits = min(range(1, 17), key=time)
     return -(-k_tiles // splits)
 
 
 def launch_gemm(
     kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0
 ):
-    """Launches hopper_gemm; parts: [a], or three that make up a; b: as the kernel reads it."""
+    """Launches hopper_gemm on a b; None: the kernel has no such operand.
+
+    parts: [a], or the three matrices that stand side by side in a; b: (N, K), or for a kernel with
+    N_MAJOR (K, N).
+    """
     ensure_context(b.device.index)
     M = parts[0].size(0)
-    a_maps = [tensor_map(part, BM, BK) for part in parts]
-    if len(parts) == 1:
-        a_maps *= 3
     if N_MAJOR in kernel:
         K, N = b.shape
         b_map = tensor_map(b, BK // CLUSTER, 64)
     else:
         N, K = b.shape
         b_map = tensor_map(b, BN // CLUSTER, BK)
+    a_maps = [tensor_map(part, BM, BK) for part in parts]
     # where there is no such operand, the kernel takes any map and does not use it
+    if len(parts) == 1:
+        a_maps *= 3
     out_map = b_map if out is None else tensor_map(out, 32, CHUNK)
     saved_map = b_map if saved is None else tensor_map(saved, 32, CHUNK)
-    tiles = cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN)
-    clusters = min(sm_count(b.device) // CLUSTER, tiles)
-    maps = [*a_maps, b_map, out_map, saved_map]
-    numbers = M, N, K, *offsets(parts), n_valid, out is not None, softcap
-    launch(kernel, b.device.index, clusters, maps, (bias, shifts, sums), numbers)
+    row_tiles = cluster_rows(parts[0]) // (CLUSTER * BM)
+    column_tiles = -(-N // BN)
+    launch(
+        kernel,
+        b.device.index,
+        clusters=min(sm_count(b.device) // CLUSTER, row_tiles * column_tiles),
+        maps=[*a_maps, b_map, out_map, saved_map],
+        tensors=[bias, shifts, sums],
+        numbers=[M, N, K, *offsets(parts), n_valid, out is not None, softcap],
+    )
 
 
 def cluster_rows(a):
