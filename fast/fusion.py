@@ -71,12 +71,13 @@ def fold_residual_addition(norm):
 def fold_residual_gradient(norm):
     """norm_backward(None, …)[0] + g -> norm_backward(g, …)[0]"""
     dx = result_of(norm, 0)
-    if norm.args[0] is None and alone(dx):
-        (add,) = dx.users
-        for gradient, other in operands(add, aten.add.Tensor):
-            if other is dx and gradient < norm and alike(gradient, dx):
-                norm.args = (gradient, *norm.args[1:])
-                return replace(add, dx, "residual_gradient_in_norm")
+    if norm.args[0] is not None or not alone(dx):
+        return
+    (add,) = dx.users
+    for gradient, other in operands(add, aten.add.Tensor):
+        if other is dx and gradient < norm and alike(gradient, dx):
+            norm.args = (gradient, *norm.args[1:])
+            return replace(add, dx, "residual_gradient_in_norm")
 
 
 def fold_slice_gradient(norm):
@@ -85,11 +86,12 @@ def fold_slice_gradient(norm):
     for dh, padded in operands(add, aten.add.Tensor):
         if padded.target is not aten.slice_scatter.default:
             continue
-        zeros, first, *where = padded.args  # where: dimension, first and last index
-        last_dim = dh.meta["val"].dim() - 1
-        in_first_columns = where[:2] == [last_dim, 0] and len(where) == 3
-        from_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
-        if in_first_columns and from_zeros and alike(dh, add) and alone(add):
+        if len(padded.args) != 5:  # with a step, or without an end
+            continue
+        zeros, first, dim, begin, _ = padded.args
+        in_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
+        in_first_columns = dim == dh.meta["val"].dim() - 1 and begin == 0
+        if in_zeros and in_first_columns and alike(dh, add) and alone(add):
             give(norm, first=first)
             return replace(add, dh, "slice_gradient_in_norm")
 
@@ -112,9 +114,11 @@ def fold_into_product(add):
 
 def cast_as_it_is(call):
     """The node of the tensor, (M, N), of which the call is the cast8; None for other calls."""
-    if call.args[0] is pretrain.cast8.default and call.kwargs["what"] == fp8.COPY:
-        if len(call.kwargs["parts"]) == 1:
-            return call.kwargs["parts"][0]
+    if call.args[0] is not pretrain.cast8.default:
+        return None
+    parts = call.kwargs["parts"]
+    if call.kwargs["what"] == fp8.COPY and len(parts) == 1:
+        return parts[0]
 
 
 def fold_norm_into_cast(cast):
@@ -122,11 +126,9 @@ def fold_norm_into_cast(cast):
     part = cast_as_it_is(cast)
     if part is None:
         return
-    *views, source = behind_views(part)
-    if source.target is not operator.getitem or not alone(source, *views):
-        return
-    norm, index = source.args
-    if norm.target is not pretrain.norm_forward.default or index != 1:
+    *views, normed = behind_views(part)
+    norm = call_with_result(normed, 1, pretrain.norm_forward.default)
+    if norm is None or not alone(normed, *views):
         return
     x, update, weight, shift = norm.args[:4]
     if update is not None:
@@ -140,7 +142,7 @@ def fold_norm_into_cast(cast):
         beside.append(shift)
         what = fp8.SHIFTED_NORM
     give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
-    for unread in (*views, source):  # the norm's own result is empty now
+    for unread in (*views, normed):  # the norm's own result is empty now
         cast.graph.erase_node(unread)
     give(norm, keep=False)
     counters["inductor"]["norm_in_cast"] += 1
@@ -166,21 +168,18 @@ def fold_gates_into_cast(cast):
 
 def take_column_sums(total):
     """The float32 sum of norm_backward(…)[0] over all tokens -> row 2 of norm_backward(…)[1]"""
-    source = behind_views(total.args[0])[-1]
-    if source.target is not operator.getitem:
-        return
-    norm, index = source.args
-    if norm.target is not pretrain.norm_backward.default or index != 0:
-        return
-    if list(total.args[1]) != [0]:
+    dx = behind_views(total.args[0])[-1]
+    norm = call_with_result(dx, 0, pretrain.norm_backward.default)
+    if norm is None or list(total.args[1]) != [0]:
         return
     wanted = total.meta["val"]
-    if wanted.dtype == torch.float32 and wanted.shape == source.meta["val"].shape[-1:]:
-        sums = result_of(norm, 1)
-        with total.graph.inserting_before(total):
-            column = total.graph.call_function(aten.select.int, (sums, 0, COLUMN_SUMS))
-            column.meta["val"] = wanted
-        replace(total, column, "column_sums_from_norm")
+    if wanted.dtype != torch.float32 or wanted.shape != dx.meta["val"].shape[-1:]:
+        return
+    sums = result_of(norm, 1)
+    with total.graph.inserting_before(total):
+        column = total.graph.call_function(aten.select.int, (sums, 0, COLUMN_SUMS))
+    column.meta["val"] = wanted
+    replace(total, column, "column_sums_from_norm")
 
 
 def operands(node, target):
@@ -200,11 +199,21 @@ def behind_views(node):
     return nodes
 
 
+def call_with_result(node, index, target):
+    """The call of `target` whose result of this index the node is; None if it is another node."""
+    if node.target is operator.getitem and node.args[1] == index:
+        call = node.args[0]
+        if call.target is target:
+            return call
+
+
 def alone(*nodes):
+    """Whether each of these nodes has a single reader."""
     return all(len(node.users) == 1 for node in nodes)
 
 
 def replace(node, other, what):
+    """Lets `other` be read where `node` was; what: the name under which that is counted."""
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
     counters["inductor"][what] += 1
@@ -237,5 +246,6 @@ def result_of(node, index):
 
 
 def alike(a, b):
+    """Whether both nodes are tensors of one shape and dtype."""
     a, b = a.meta["val"], b.meta["val"]
     return isinstance(a, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
