@@ -8,8 +8,6 @@ transposed as well, for the gradients. All else is as in bf16. The amax history 
 (`track`).
 """
 
-import functools
-
 import torch
 import torch.nn as nn
 import triton
@@ -57,9 +55,9 @@ AMAX = "x_amax", "w_amax", "dy_amax"
 def track(layer):
     """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
-        for name in AMAX:  # two values each: see `cast`
+        for name in AMAX:  # four values each: see `_update_scale`
             layer.register_buffer(
-                name, torch.zeros(2, device=layer.weight.device), persistent=False
+                name, torch.zeros(4, device=layer.weight.device), persistent=False
             )
 
 
@@ -214,20 +212,6 @@ def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
     return out, out_t, scale, columns
 
 
-def amax_scan(device):
-    """(largest value, programs that have ended) of `_update_scale`, zeros between its calls.
-
-    Calls on one stream come one after another.
-    """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return amax_scan_on(device, stream)
-
-
-@functools.cache
-def amax_scan_on(device, stream):
-    return torch.zeros(2, device=device)
-
-
 @operator("cast8", cast_results, mutates=["amax"])
 def cast(
     parts: list[Tensor],
@@ -240,9 +224,9 @@ def cast(
     """(the result in fp8, its transpose, the factor that undoes the scale, float32 column sums).
 
     parts: x, (M, N), M a multiple of 16; with COPY, GELU and RELU2 up to three contiguous (M, N_i)
-    that make up x. amax: the two values that the scale is made from and that this call sees,
-    updated in place; one buffer for each operand. Without `sums` the column sums are empty. what:
-    the result, which is with these tensors `beside`:
+    that make up x. amax: the values that the scale is made from and that this call sees, updated in
+    place, four of them (`_update_scale`); one buffer for each operand. Without `sums` the column
+    sums are empty. what: the result, which is with these tensors `beside`:
 
     COPY []                     x
     GELU [], DGELU [y]          gelu(x), x gelu'(y)
@@ -255,6 +239,7 @@ def cast(
     SHIFTED_NORM [stats, weight, shift]     likewise
     """
     assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
+    assert len(amax) == 4
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
     widths = [part.size(1) for part in parts] + [0] * (3 - len(parts))
@@ -271,9 +256,8 @@ def cast(
     inputs = [*parts, *more, *parts, *parts][:3]  # filled up by what is not read
     inputs.append(first_beside)
     _update_scale[(SCALE_PROGRAMS,)](
-        *inputs, amax, amax_scan(out.device), scale, M, limit / room, *widths, heads, what,
-        BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+        *inputs, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
+    )
     _cast[(strips, programs)](
         *inputs, out, out_t, partial, amax, scale, M // 4, limit, *widths, heads, what,
         SUMS=sums, ROWS=CAST_ROWS, COLS=CAST_COLS, STEPS=steps, STAGES=stages, num_warps=CAST_WARPS,
@@ -353,7 +337,7 @@ def _sigmoid2(x):
 
 @triton.jit
 def _update_scale(
-    first, second, third, beside, amax, scan, scale, M, limit,
+    first, second, third, beside, amax, scale, M, limit,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, HEADS: tl.constexpr,
     WHAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -365,7 +349,8 @@ def _update_scale(
     """
     used = amax  # what the last call's scale came from
     seen = amax + 1  # the amax of the last call itself, then of this one
-    largest = scan  # of x, over all programs
+    largest = amax + 2  # of x, over all programs; 0 between the calls
+    ended = amax + 3  # how many programs have ended; 0 between the calls
     known = tl.load(seen)
     if known == 0.0:
         known = tl.load(used)
@@ -378,7 +363,6 @@ def _update_scale(
             of_third = _largest(third, beside, second, third, M, THIRD, HEADS, WHAT, BLOCK)
             most = tl.maximum(most, of_third)
         tl.atomic_max(largest, most)
-    ended = scan + 1
     before = tl.atomic_add(ended, 1.0)
     if before == tl.num_programs(0) - 1:  # the last of the programs
         if known == 0.0:

@@ -342,7 +342,7 @@ def rank_tensors(model, device):
     """This rank's random-number states and, with fp8, the amax values that set its next scales."""
     state = generators.states(device)
     if amaxes := magnitudes(model):
-        state["magnitudes"] = torch.cat([amax.flatten() for amax in amaxes]).cpu()
+        state["magnitudes"] = torch.cat(amaxes).cpu()
     return state
 
 
@@ -367,16 +367,18 @@ def load_rank_tensors(tensors, model, rank, device):
         saved = own.get("magnitudes", torch.empty(0))
         if len(saved) == sum(sizes):  # DDP has two for a weight, FSDP2 one
             for amax, value in zip(amaxes, saved.split(sizes)):
-                amax.copy_(value.view_as(amax))
+                amax.copy_(value)
     return True
 
 
 def magnitudes(model):
-    """Buffers with the amax of fp8's previous call, in the model's order.
+    """Buffers with the amax of fp8's previous calls, in the model's order.
 
-    They are saved, so that the scales go on.
+    They are saved, so that the scales go on. Of a buffer only the first two values are more than 0
+    between its calls.
     """
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("_amax")]
+    buffers = model.named_buffers()
+    return [buffer.view(-1)[:2] for name, buffer in buffers if name.endswith("_amax")]
 
 
 def open_model(path):

@@ -105,7 +105,7 @@ def folded(capability):
     if capability >= 89:
         gates = [x[:, :6].contiguous()]
         for what, beside in dict(gate=gates, norm=[stats, stats], shifted_norm=[stats] * 3).items():
-            fast.fp8.cast([x], torch.zeros(2), beside, what)
+            fast.fp8.cast([x], torch.zeros(4), beside, what)
 
 
 def gather(weight):
