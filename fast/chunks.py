@@ -16,17 +16,15 @@ def rows_that_fit(weight):
     return int(fast.LOGITS_MIB * 2**20) // (4 * weight.size(0))
 
 
-def chunked(loss, x, weight, targets, reduction, *options):
-    """loss(x, weight, targets, reduction, *options) of a power of two of tokens at a time."""
-    rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
-    compiled = torch.compiler.is_compiling()
-    return in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options)
-
-
 # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
 @torch.compiler.disable
-def in_chunks(compiled, rows, loss, x, weight, targets, reduction, *options):
-    """The backward computes the logits of each chunk again: one more GEMM."""
+def chunked(loss, compiled, x, weight, targets, reduction, *options):
+    """loss(x, weight, targets, reduction, *options) of a power of two of tokens at a time.
+
+    The backward computes the logits of each chunk again: one more GEMM. compiled: whether
+    torch.compile traces the caller.
+    """
+    rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
     if compiled:
         loss = compile_once(loss)
     # autocast would share a leaf's cast, whose gradients add up in 16 bits
