@@ -29,12 +29,11 @@ def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
 
 
 def empty_results(x, weight, grad=True):
-    """(losses, dx, dw); chunks of dw are summed in the weight's dtype, float32 for float16."""
+    """(losses, dx, dw); chunks of dw are summed in the weight's dtype."""
     losses = x.new_empty(x.size(0), dtype=torch.float32)
     if not grad:
         return losses, x.new_empty(0), x.new_empty(0)
-    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    return losses, torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
+    return losses, torch.empty_like(x), torch.empty_like(weight)
 
 
 def empty_chunks(x, weight, targets, V, softcap, grad):
@@ -91,7 +90,6 @@ def summed_loss(chunks):
             losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
             ctx.save_for_backward(*gradients)
             ctx.shape = x.shape
-            ctx.weight_dtype = weight.dtype
             ctx.nones = (None,) * len(more)
             return losses.sum()
 
@@ -99,7 +97,7 @@ def summed_loss(chunks):
         def backward(ctx, grad):
             dx, dw, *factors = ctx.saved_tensors
             by_row = grad * factors[0][:, None] if factors else grad
-            return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad).to(ctx.weight_dtype), *ctx.nones
+            return dx.mul_(by_row).view(ctx.shape), dw.mul_(grad), *ctx.nones
 
     return Function
 
