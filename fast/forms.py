@@ -86,12 +86,12 @@ def fused(name, x, *layers, computes=(), unless=None, inner=0):
     computes: names of definitions. unless: {why not, in words: whether that is so}. inner: how many
     other operations its plain text calls.
     """
-    if counting is None:
-        if x.numel() == 0:  # as for an expert that no token chose; kernels take no empty matrix
-            return False
-        return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
-    counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
-    return False
+    if counting is not None:
+        counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
+        return False
+    if x.numel() == 0:  # as for an expert that no token chose: kernels take no empty matrix
+        return False
+    return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
 
 
 def why_not_fused(device_type, dtype, layers, computes, unless):
@@ -211,16 +211,10 @@ def mlp(_, x, up, activation, down):
     )
 
 
-def layer_norm(_, layer, x):
-    return norm("LayerNorm", layer, x)
-
-
-def rms_norm(_, layer, x):
-    return norm("RMSNorm", layer, x)
-
-
-def norm(text, layer, x):
-    if not fused("norm", x, layer, computes=(text,), unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
+def norm(text, _, layer, x):
+    """text: LayerNorm or RMSNorm."""
+    unless = {UNUSUAL_NORM: unusual_norm(x, layer)}
+    if not fused("norm", x, layer, computes=(text,), unless=unless):
         return None
     shift = getattr(layer, "bias", None)
     centred = isinstance(layer, nn.LayerNorm)
@@ -273,15 +267,16 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
 def plain_loss(definition, x, weight, targets, *options):
     if not loss_in_chunks or targets.numel() <= chunks.rows_that_fit(weight):
         return None
-    return chunks.chunked(definition, x, weight, targets, *options)
+    compiled = torch.compiler.is_compiling()
+    return chunks.chunked(definition, compiled, x, weight, targets, *options)
 
 
 FORMS = {
     "Linear.forward": linear,
     "qkv": qkv,
     "mlp": mlp,
-    "LayerNorm.forward": layer_norm,
-    "RMSNorm.forward": rms_norm,
+    "LayerNorm.forward": functools.partial(norm, "LayerNorm"),
+    "RMSNorm.forward": functools.partial(norm, "RMSNorm"),
     "rope": rope,
     "rotated": rotated,
     "attention": attention,
