@@ -8,6 +8,8 @@ transposed as well, for the gradients. All else is as in bf16. The amax history 
 (`track`).
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import triton
@@ -73,6 +75,16 @@ def operands(layer):
     return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
+class Saved(NamedTuple):
+    """What the backward of a linear layer reads; x: (M, K), W: (N, K)."""
+
+    xt: Tensor  # x^T in fp8
+    x_scale: Tensor
+    w: Tensor  # W in fp8, with contiguous columns; or gathered as `ShardIn8Bits`
+    w_scale: Tensor
+    dy_amax: Tensor
+
+
 class LinearFunction(torch.autograd.Function):
     """x W^T + b; x: (..., K) in bf16; layer: its `operands`."""
 
@@ -83,7 +95,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
-        dx, dw, _ = gradients([flat], ctx.saved_tensors, ctx.dtypes, sums=False)
+        dx, dw, _ = gradients([flat], Saved(*ctx.saved_tensors), ctx.dtypes, sums=False)
         db = None
         bias_dtype = ctx.dtypes[1]
         if bias_dtype is not None:
@@ -101,7 +113,8 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dx, dw, db = gradients(join_heads(dq, dk, dv), ctx.saved_tensors, ctx.dtypes)
+        saved = Saved(*ctx.saved_tensors)
+        dx, dw, db = gradients(join_heads(dq, dk, dv), saved, ctx.dtypes)
         return dx.unflatten(0, (dq.size(0), dq.size(2))), None, None, dw, db, None, None, None
 
 
@@ -112,19 +125,19 @@ class MLPFunction(torch.autograd.Function):
     def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
         ctx.kind = kind
         ctx.dtypes = dtypes_of(w1, b1, w2, b2)
-        before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax)
-        y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, kind)
+        before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax, db_amax)
+        y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, dy_amax, kind)
         beside = [before]
         if kind == RELU2:
-            beside = [act8, down[1]]
-        ctx.save_for_backward(*up, db_amax, *down, dy_amax, *beside)
+            beside = [act8, down.x_scale]
+        ctx.save_for_backward(*up, *down, *beside)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy):
         saved = ctx.saved_tensors  # asked once: a checkpoint does not answer again
-        up = saved[:5]
-        down = saved[5:10]
+        up = Saved(*saved[:5])
+        down = Saved(*saved[5:10])
         beside = saved[10:]
         dact, dw2, db2 = gradients([dy.flatten(0, -2).contiguous()], down, ctx.dtypes[2:])
         dx, dw1, db1 = gradients([dact], up, ctx.dtypes[:2], beside, "d" + ctx.kind)
@@ -134,39 +147,36 @@ class MLPFunction(torch.autograd.Function):
 
 def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
-    y, saved, _ = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax)
-    ctx.save_for_backward(*saved, dy_amax)
+    y, saved, _ = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax, dy_amax)
+    ctx.save_for_backward(*saved)
     ctx.dtypes = dtypes_of(weight, bias)
     return y
 
 
-def forward_product(x, weight, bias, x_amax, w_amax, what=COPY):
-    """(x W^T + b, what `gradients` takes, x in fp8); what: see `cast`.
-
-    `gradients` takes x^T, its scale, the right operand of the GEMM of dx, and its scale.
-    """
-    x8, x8t, xs, _ = cast([x], x_amax, [], what)
+def forward_product(x, weight, bias, x_amax, w_amax, dy_amax, what=COPY):
+    """(x W^T + b, Saved, x in fp8); what: see `cast`."""
+    x8, x8t, x_scale, _ = cast([x], x_amax, [], what)
     if w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
         w = weight
         wt = weight.t()
-        ws = w_amax
+        w_scale = w_amax
     else:
-        w8, w8t, ws, _ = cast([weight], w_amax, [])
+        w8, w8t, w_scale, _ = cast([weight], w_amax, [])
         w = w8t.t()
         wt = w8.t()
     if bias is not None:
         bias = bias.to(x.dtype)
-    return product(x8, wt, bias, x.dtype, xs, ws, True), (x8t, xs, w, ws), x8
+    y = product(x8, wt, bias, x.dtype, x_scale, w_scale, True)
+    return y, Saved(x8t, x_scale, w, w_scale, dy_amax), x8
 
 
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
-    x8t, xs, w, ws, dy_amax = saved
     w_dtype, b_dtype = dtypes
     sums = sums and b_dtype is not None
-    dy8, dy8t, ds, columns = cast(dy, dy_amax, list(beside), what, True, sums)
-    dx = product(dy8, w, None, dy[0].dtype, ds, ws, True)
-    dw = product(dy8t, x8t.t(), None, w_dtype, ds, xs)
+    dy8, dy8t, dy_scale, columns = cast(dy, saved.dy_amax, list(beside), what, True, sums)
+    dx = product(dy8, saved.w, None, dy[0].dtype, dy_scale, saved.w_scale, True)
+    dw = product(dy8t, saved.xt.t(), None, w_dtype, dy_scale, saved.x_scale)
     return dx, dw, in_dtype(columns, b_dtype)
 
 
