@@ -56,21 +56,20 @@ def takes(*operands):
     """Whether the kernels can read and write these operands.
 
     TMA copies units of 16 bytes: a tensor must be a bf16 matrix or vector, not empty, with
-    contiguous rows, and its address, width and row stride multiples of 16 bytes. A shape stands for
-    a new bf16 tensor, None for no operand.
+    contiguous rows, and its address, width and row stride multiples of 16 bytes. None stands for no
+    operand.
     """
     return all(x is None or fits(x) for x in operands)
 
 
 def fits(x):
-    if not isinstance(x, torch.Tensor):
-        return x[-1] % 8 == 0 and min(x) > 0
-    if x.dtype != torch.bfloat16 or x.dim() not in (1, 2) or not fits(x.shape):
+    shape = x.shape
+    if x.dtype != torch.bfloat16 or len(shape) not in (1, 2) or min(shape) == 0 or shape[-1] % 8:
         return False
     strides = x.stride()
     if strides[-1] != 1 or x.data_ptr() % 16:
         return False
-    return len(strides) == 1 or (strides[0] % 8 == 0 and strides[0] >= x.size(1))
+    return len(strides) == 1 or (strides[0] % 8 == 0 and strides[0] >= shape[1])
 
 
 def linear(a, b, bias, out):

@@ -51,29 +51,31 @@ def cross_entropy_chunks(
     `factors`. x: (N, C) in 16 bits, weight: (P, C), both contiguous; targets: (N,); V: rows of
     weight, less its padding.
     """
-    N = x.size(0)
-    P = weight.size(0)
+    N, P = x.size(0), weight.size(0)
     w = weight.to(x.dtype)
     losses, dx, dw = empty_results(x, weight, grad)
     factors = torch.ones_like(losses)
-    in_product = on_hopper(x) and hopper.takes(x, w, (N, P)) and (softcap or 0) <= LARGEST_CAP
+    in_product = on_hopper(x) and hopper.takes(x, w) and (softcap or 0) <= LARGEST_CAP
     if in_product:
         shifts = target_logits(x, w, targets, softcap)
     rows = min(N, chunk_rows(P))
-    logits = x.new_empty(rows if grad or not in_product else 0, P)
+    needs_logits = grad or not in_product
+    all_logits = x.new_empty(rows if needs_logits else 0, P)
     for start in range(0, N, rows):
         own = slice(start, start + rows)
-        xi, ti, li = x[own], targets[own], logits[: N - start]
+        own_x = x[own]
+        logits = all_logits[: N - start]  # with grad their gradients, in the end
         if in_product:
-            xi = exponential_rows(
-                xi, w, ti, shifts[own], losses[own], factors[own], li, V, softcap, grad
-            )
+            own_x = exponential_rows(
+                own_x, w, targets[own], shifts[own], losses[own], factors[own], logits, V, softcap,
+                grad,
+            )  # fmt: skip
         else:
-            cublas.matmul(xi, w.t(), li, tune=grad)
-            cross_entropy_rows(li, ti, losses[own], li, 1.0, V, softcap, grad)
+            cublas.matmul(own_x, w.t(), logits, tune=grad)
+            cross_entropy_rows(logits, targets[own], losses[own], logits, 1.0, V, softcap, grad)
         if grad:
-            cublas.matmul(li, w, dx[own])
-            cublas.matmul(li.t(), xi, dw, added=dw if start else None)
+            cublas.matmul(logits, w, dx[own])
+            cublas.matmul(logits.t(), own_x, dw, added=dw if start else None)
     return losses, dx, dw, factors
 
 

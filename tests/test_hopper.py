@@ -235,9 +235,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 def test_takes(recwarn):
     wide = zeros(16, 32)
-    assert hopper.takes(
-        wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None, torch.Size([5, 8])
-    )
+    assert hopper.takes(wide, zeros(1, 8), wide[:, 8:16], wide[3:5], zeros(24), None)
     refused = {
         "float32": zeros(16, 32, dtype=torch.float32),
         "float16": zeros(16, 32, dtype=torch.float16),
@@ -249,8 +247,6 @@ def test_takes(recwarn):
         "bias' address": zeros(24)[4:20],
         "three dimensions": zeros(2, 16, 8),
         "empty": zeros(0, 8),
-        "width of a shape": (16, 50257),
-        "empty shape": (0, 8),
     }
     assert [why for why, operand in refused.items() if hopper.takes(operand)] == []
     assert not hopper.takes(wide, refused["width"])
