@@ -707,20 +707,24 @@ def cross_entropy_chunks8(
     N, P = x.size(0), weight.size(0)
     rows = min(N, loss.chunk_rows(P))
     losses, dx, dw = loss.empty_results(x, weight)
-    x8, x8t, xs, _ = cast([x], x_amax, [])
-    w8, w8t, ws, _ = cast([weight], w_amax, [])
-    gs = torch.full((), 1 / HEAD_SCALE, device=x.device)
-    logits, small = x.new_empty(rows, P), x.new_empty(rows, P, dtype=E5M2)
+    x8, x8t, x_scale, _ = cast([x], x_amax, [])
+    w8, w8t, w_scale, _ = cast([weight], w_amax, [])
+    grad_scale = torch.full((), 1 / HEAD_SCALE, device=x.device)
+    all_logits = x.new_empty(rows, P)
+    all_grads = x.new_empty(rows, P, dtype=E5M2)
     for start in range(0, N, rows):
         own = slice(start, start + rows)
-        n = min(rows, N - start)
-        li, gi = logits[:n], small[:n]
-        git = x.new_empty(P, n, dtype=E5M2)
-        cublas.matmul(x8[own], w8.t(), li, scales=(xs, ws), fast=True)
-        loss.cross_entropy_rows(li, targets[own], losses[own], gi, HEAD_SCALE, V, softcap, True)
-        transpose(gi, git)
-        cublas.matmul(gi, w8t.t(), dx[own], scales=(gs, ws))
-        cublas.matmul(git, x8t[:, own].t(), dw, added=dw if start else None, scales=(gs, xs))
+        logits = all_logits[: N - start]
+        grads = all_grads[: N - start]
+        grads_t = x.new_empty(P, grads.size(0), dtype=E5M2)
+        cublas.matmul(x8[own], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
+        loss.cross_entropy_rows(
+            logits, targets[own], losses[own], grads, HEAD_SCALE, V, softcap, True
+        )
+        transpose(grads, grads_t)
+        cublas.matmul(grads, w8t.t(), dx[own], scales=(grad_scale, w_scale))
+        before = dw if start else None
+        cublas.matmul(grads_t, x8t[:, own].t(), dw, added=before, scales=(grad_scale, x_scale))
     return losses, dx, dw
 
 
