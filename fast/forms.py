@@ -122,9 +122,8 @@ def has_hooks_or_own_forward(*layers):
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
         kind = type(layer)
-        if kind is not nn.RMSNorm and (kind not in layers_known or kind.__name__ in edits):
-            return True
-        if any(getattr(layer, hook) for hook in hooks):
+        known = kind is nn.RMSNorm or (kind in layers_known and kind.__name__ not in edits)
+        if not known or any(getattr(layer, hook) for hook in hooks):
             return True
     return False
 
