@@ -564,20 +564,13 @@ def transpose(x, out):
 def _transpose(x, out, M, N, TILE: tl.constexpr):
     first_row = tl.program_id(0) * TILE
     first_col = tl.program_id(1) * TILE
-    rows = first_row + tl.arange(0, TILE)
-    cols = first_col + tl.arange(0, TILE)
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    tile = tl.load(
-        x
-        + tl.cast(first_row, tl.int64) * N
-        + first_col
-        + tl.arange(0, TILE)[:, None] * N
-        + tl.arange(0, TILE)[None, :],
-        mask=inside,
-    )
-    across = tl.cast(first_col, tl.int64) * M + first_row
-    at = tl.arange(0, TILE)[:, None] * M + tl.arange(0, TILE)[None, :]
-    tl.store(out + across + at, tl.trans(tile), mask=tl.trans(inside))
+    down = tl.arange(0, TILE)[:, None]
+    across = tl.arange(0, TILE)[None, :]
+    inside = (first_row + down < M) & (first_col + across < N)
+    x += tl.cast(first_row, tl.int64) * N + first_col
+    out += tl.cast(first_col, tl.int64) * M + first_row
+    tile = tl.load(x + down * N + across, mask=inside)
+    tl.store(out + (down * M + across), tl.trans(tile), mask=tl.trans(inside))
 
 
 # -- gathered weights
