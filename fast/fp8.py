@@ -26,6 +26,7 @@ from fast.operators import (
     dtypes_of,
     exp2,
     in_dtype,
+    load_float32,
     operator,
     power_of_2,
     reciprocal,
@@ -298,15 +299,15 @@ def _values(
     in_gate = rows * (2 * width) + cols  # where gate and up are side by side
     in_row = rows * width + cols
     if WHAT == "swiglu":
-        gate = _float32(x + in_gate, inside)
+        gate = load_float32(x + in_gate, inside)
         s = _sigmoid2(gate * -LOG2E)
-        up = _float32(x + in_gate + width, inside)
+        up = load_float32(x + in_gate + width, inside)
         value = gate * (s * up)
         return value, value
-    value = _float32(x + in_row, inside)
+    value = load_float32(x + in_row, inside)
     if WHAT == "dswiglu":
-        gate = _float32(beside + in_gate, inside)
-        up = _float32(beside + in_gate + width, inside)
+        gate = load_float32(beside + in_gate, inside)
+        up = load_float32(beside + in_gate + width, inside)
         s = _sigmoid2(gate * -LOG2E)
         of_up = value * gate * s
         of_gate = value * (up * (s + s * ((1 - s) * gate)))
@@ -314,29 +315,24 @@ def _values(
     if WHAT == "gelu":
         value *= _sigmoid2(value * (GELU_LINEAR + GELU_CUBIC * (value * value)))
     elif WHAT == "dgelu":
-        y = _float32(beside + in_row, inside)
+        y = load_float32(beside + in_row, inside)
         square = y * y
         s = _sigmoid2(y * (GELU_LINEAR + GELU_CUBIC * square))
         value *= s + s * ((1 - s) * (y * (SLOPE_CONSTANT + SLOPE_SQUARE * square)))
     elif WHAT == "relu2":
         value = tl.where(value < 0, 0.0, value * value)  # unlike tl.maximum it keeps NaN
     elif WHAT == "drelu2":
-        act = _float32(beside + in_row, inside) * tl.load(second)
+        act = load_float32(beside + in_row, inside) * tl.load(second)
         value *= 2 * tl.sqrt(act)
     elif WHAT == "gate":
-        value *= _float32(beside + rows * HEADS + cols // (width // HEADS), inside)
+        value *= load_float32(beside + rows * HEADS + cols // (width // HEADS), inside)
     elif WHAT == "norm" or WHAT == "shifted_norm":
         value -= tl.load(beside + rows, mask=rows < rest, other=0.0)  # the row's mean
         value *= tl.load(beside + M + rows, mask=rows < rest, other=0.0)  # 1 / its deviation
-        value *= _float32(second + cols, cols < width)
+        value *= load_float32(second + cols, cols < width)
         if WHAT == "shifted_norm":
-            value = tl.where(inside, value + _float32(third + cols, cols < width), 0.0)
+            value = tl.where(inside, value + load_float32(third + cols, cols < width), 0.0)
     return value, value
-
-
-@triton.jit
-def _float32(at, inside):
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -658,7 +654,7 @@ def halves(both):
 @triton.jit
 def _shrink(x, amax, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    v = load_float32(x + at, at < size)
     v *= tl.exp2(_scale_exponent(tl.load(amax), 448.0))
     tl.store(out + at, _rounded(v, 448.0, out.dtype.element_ty), mask=at < size)
 
@@ -673,7 +669,7 @@ def _align(
     power = _scale_exponent(tl.max(tl.load(amaxes + ranks, mask=ranks < RANKS, other=0.0)), 448.0)
     start = rank.to(tl.int64) * each
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + start + at, mask=at < each, other=0.0).to(tl.float32)
+    v = load_float32(x + start + at, at < each)
     v *= tl.exp2(power - _scale_exponent(tl.load(amaxes + rank), 448.0))
     tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all

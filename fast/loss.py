@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fast
 from fast import cublas, hopper
-from fast.operators import LOG2E, on_hopper, operator, power_of_2
+from fast.operators import LOG2E, load_float32, on_hopper, operator, power_of_2
 
 # of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
 LARGEST_CAP = 32.0
@@ -257,8 +257,8 @@ def _target_logits(
     products = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, C, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        a = tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32)
-        b = tl.load(w + tl.maximum(target, 0) * C + at, mask=at < C, other=0.0).to(tl.float32)
+        a = load_float32(x + row * C + at, at < C)
+        b = load_float32(w + tl.maximum(target, 0) * C + at, at < C)
         products += a * b
     shift = _capped(tl.sum(products), softcap, CAP) * LOG2E
     tl.store(shifts + row, tl.where(target < 0, float("inf"), shift))
@@ -299,7 +299,7 @@ def _exponential_rows(
             for start in range(0, P, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 lower = tl.load(sums + at // WIDTH * 2 + 1, mask=at < P, other=0.0) - most
-                powers = tl.load(grads + at, mask=at < P, other=0.0).to(tl.float32) * tl.exp2(lower)
+                powers = load_float32(grads + at, at < P) * tl.exp2(lower)
                 tl.store(grads + at, powers.to(grads.dtype.element_ty), mask=at < P)
             tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
     tl.store(losses + row, tl.where(target < 0, 0.0, loss))
@@ -308,7 +308,7 @@ def _exponential_rows(
         tl.store(factors + row, 1 / total)
         for start in range(0, C, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            a = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)
+            a = load_float32(x + at, at < C)
             tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast import cublas, hopper
 from fast.linear import empty_product, operands, product, weight_gradients
-from fast.operators import cdiv, on_hopper, operator
+from fast.operators import cdiv, load_float32, on_hopper, operator
 
 SWIGLU_BLOCK, RELU2_BLOCK = 2048, 2048  # elements
 SWIGLU_WARPS = 8
@@ -104,7 +104,7 @@ def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _relu2(act, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(act + at, mask=at < size, other=0.0).to(tl.float32)
+    x = load_float32(act + at, at < size)
     positive = tl.where(x < 0, 0.0, x)  # unlike tl.maximum it keeps NaN
     tl.store(act + at, (positive * positive).to(act.dtype.element_ty), mask=at < size)
 
@@ -112,8 +112,8 @@ def _relu2(act, size, BLOCK: tl.constexpr):
 @triton.jit
 def _relu2_backward(grad, act, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slope = 2 * tl.sqrt(tl.load(act + at, mask=at < size, other=0.0).to(tl.float32))
-    dact = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+    slope = 2 * tl.sqrt(load_float32(act + at, at < size))
+    dact = load_float32(grad + at, at < size)
     tl.store(grad + at, (dact * slope).to(grad.dtype.element_ty), mask=at < size)
 
 
@@ -147,8 +147,8 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    gate = load_float32(gate_up + row * 2 * H + cols, cols < H)
+    up = load_float32(gate_up + row * 2 * H + H + cols, cols < H)
     value = gate * tl.sigmoid(gate) * up
     tl.store(act + row * H + cols, value.to(act.dtype.element_ty), mask=cols < H)
 
@@ -157,9 +157,9 @@ def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
 def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.load(dact + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up + row * 2 * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * H + H + cols, mask=cols < H, other=0.0).to(tl.float32)
+    d = load_float32(dact + row * H + cols, cols < H)
+    gate = load_float32(gate_up + row * 2 * H + cols, cols < H)
+    up = load_float32(gate_up + row * 2 * H + H + cols, cols < H)
     s = tl.sigmoid(gate)
     silu = gate * s
     out = dgate_up + row * 2 * H + cols

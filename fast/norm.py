@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import cdiv, dtypes_of, in_dtype, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, in_dtype, load_float32, operator, power_of_2
 
 NORM_WIDTH = 1024  # columns of a row for each warp
 NORM_BACK_WARPS = 8  # of a multiprocessor
@@ -125,9 +125,9 @@ def _norm_forward(
     h += start
     if update is not None:
         update += start
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = load_float32(x + at, inside)
     if update is not None:
-        value += tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
+        value += load_float32(update + at, inside)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         value = rounded.to(tl.float32)  # what the backward reads
@@ -153,7 +153,7 @@ def _norm_backward(
 ):  # fmt: skip
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
-    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    w = load_float32(weight + cols, cols < C)
     dweight = tl.zeros((BLOCK,), tl.float32)
     dshift = tl.zeros((BLOCK,), tl.float32)
     column = tl.zeros((BLOCK,), tl.float32)
@@ -161,11 +161,11 @@ def _norm_backward(
         row = program + step * PROGRAMS
         inside = (cols < C) & (row < N)
         start = tl.cast(row, tl.int64) * C
-        given = tl.load(dh + start + cols, mask=inside, other=0.0).to(tl.float32)
+        given = load_float32(dh + start + cols, inside)
         if first is not None:
             more = first + tl.cast(row, tl.int64) * FIRST + cols
-            given += tl.load(more, mask=inside & (cols < FIRST), other=0.0).to(tl.float32)
-        value = tl.load(total + start + cols, mask=inside, other=0.0).to(tl.float32)
+            given += load_float32(more, inside & (cols < FIRST))
+        value = load_float32(total + start + cols, inside)
         rstd = tl.load(stats + N + row, mask=row < N, other=0.0)
         if CENTRED:
             value = tl.where(inside, value - tl.load(stats + row, mask=row < N, other=0.0), 0.0)
@@ -178,7 +178,7 @@ def _norm_backward(
             grad -= tl.sum(given) / C
         grad *= rstd
         if dtotal is not None:
-            grad += tl.load(dtotal + start + cols, mask=inside, other=0.0).to(tl.float32)
+            grad += load_float32(dtotal + start + cols, inside)
         column += grad
         tl.store(dx + start + cols, grad.to(dx.dtype.element_ty), mask=inside)
     parts += program * 3 * C + cols

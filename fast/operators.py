@@ -63,6 +63,12 @@ def in_dtype(gradient, dtype):
 
 
 @triton.jit
+def load_float32(at, inside):
+    """The numbers at these addresses, in float32; 0 where not inside."""
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def exp2(x):
     """2^x in float32 in one instruction, zero below 2^-126.
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fast.hopper import sm_count
-from fast.operators import cdiv, dtypes_of, in_dtype, operator, power_of_2
+from fast.operators import cdiv, dtypes_of, in_dtype, load_float32, operator, power_of_2
 
 ROPE_ELEMENTS = 4096  # of a block of heads
 ROPE_WARPS = 4
@@ -102,9 +102,9 @@ def _rope_forward(
     )
     if weight is not None:
         first, second, _ = _normalised(first, second, eps, D)
-        w1 = tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
+        w1 = load_float32(weight + cols, cols < D // 2)
         first *= w1[None, :]
-        w2 = tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
+        w2 = load_float32(weight + D // 2 + cols, cols < D // 2)
         second *= w2[None, :]
     to = y + (n.to(tl.int64) * D)[:, None] + cols[None, :]
     tl.store(to, (first * c - second * s).to(y.dtype.element_ty), mask=inside)
@@ -123,8 +123,8 @@ def _rope_backward(
     w1 = tl.zeros((HALF,), tl.float32)
     w2 = tl.zeros((HALF,), tl.float32)
     if weight is not None:
-        w1 = tl.load(weight + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
-        w2 = tl.load(weight + D // 2 + cols, mask=cols < D // 2, other=0.0).to(tl.float32)
+        w1 = load_float32(weight + cols, cols < D // 2)
+        w2 = load_float32(weight + D // 2 + cols, cols < D // 2)
     # a sum over rows in each step would go through shared memory
     sum1 = tl.zeros((ROWS, HALF), tl.float32)
     sum2 = tl.zeros((ROWS, HALF), tl.float32)
@@ -177,8 +177,8 @@ def _halves(
     b = n // (H * T)
     start = b.to(tl.int64) * batch + t.to(tl.int64) * token + (n % H).to(tl.int64) * head
     at = x + start[:, None] + cols[None, :]
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    first = load_float32(at, inside)
+    second = load_float32(at + D // 2, inside)
     angle = (t * row)[:, None] + cols[None, :]
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
