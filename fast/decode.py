@@ -102,4 +102,4 @@ def _join(
         y = tl.load(partial + i * D + cols, mask=(share > 0) & (cols < D), other=0.0)
         sums += tl.sum(share * y, 0)
     at = tl.arange(0, COLS)
-    tl.store(out + head * D + at, (sums / total).to(out.dtype.element_ty), mask=at < D)
+    tl.store(out + head * D + at, sums / total, mask=at < D)

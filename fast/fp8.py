@@ -671,7 +671,7 @@ def _align(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = load_float32(x + start + at, at < each)
     v *= tl.exp2(power - _scale_exponent(tl.load(amaxes + rank), 448.0))
-    tl.store(out + start + at, v.to(out.dtype.element_ty), mask=at < each)
+    tl.store(out + start + at, v, mask=at < each)
     tl.store(scale, tl.exp2(-power))  # the same from all
 
 

@@ -155,7 +155,7 @@ def _cross_entropy(
         )
         tl.debug_barrier()  # the target's own gradient goes over what was stored there
         own = _ce_grad(picked, target, lse, scale, scale, softcap, CAP, DITHER)
-        tl.store(grads + target, own.to(grads.dtype.element_ty))
+        tl.store(grads + target, own)
 
 
 @triton.jit
@@ -197,15 +197,14 @@ def _store_gradients(
 
     They are stored from the last block on, which the cache still holds, back to the first.
     """
-    dtype: tl.constexpr = grads.dtype.element_ty
     grad = _ce_grad(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
     grad = tl.where(FULL + cols < V, grad, 0.0)
-    tl.store(grads + FULL + cols, grad.to(dtype), mask=FULL + cols < P)
+    tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
     for back in range(BLOCK, FULL + 1, BLOCK):
         at = FULL - back + cols
         x = _capped(tl.load(logits + at), softcap, CAP)
         grad = _ce_grad(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
-        tl.store(grads + at, grad.to(dtype))
+        tl.store(grads + at, grad)
     _store_zeros(grads, cols, FULL + BLOCK, P, BLOCK)  # padding that reaches beyond the last block
 
 
@@ -300,16 +299,16 @@ def _exponential_rows(
                 at = start + tl.arange(0, BLOCK)
                 lower = tl.load(sums + at // WIDTH * 2 + 1, mask=at < P, other=0.0) - most
                 powers = load_float32(grads + at, at < P) * tl.exp2(lower)
-                tl.store(grads + at, powers.to(grads.dtype.element_ty), mask=at < P)
+                tl.store(grads + at, powers, mask=at < P)
             tl.debug_barrier()  # the target's own gradient goes over what the loop stored there
     tl.store(losses + row, tl.where(target < 0, 0.0, loss))
     if GRAD:
-        tl.store(grads + target, at_target.to(grads.dtype.element_ty), mask=target >= 0)
+        tl.store(grads + target, at_target, mask=target >= 0)
         tl.store(factors + row, 1 / total)
         for start in range(0, C, BLOCK):
             at = start + tl.arange(0, BLOCK)
             a = load_float32(x + at, at < C)
-            tl.store(scaled + at, (a / total).to(scaled.dtype.element_ty), mask=at < C)
+            tl.store(scaled + at, a / total, mask=at < C)
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def _relu2(act, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = load_float32(act + at, at < size)
     positive = tl.where(x < 0, 0.0, x)  # unlike tl.maximum it keeps NaN
-    tl.store(act + at, (positive * positive).to(act.dtype.element_ty), mask=at < size)
+    tl.store(act + at, positive * positive, mask=at < size)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _relu2_backward(grad, act, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slope = 2 * tl.sqrt(load_float32(act + at, at < size))
     dact = load_float32(grad + at, at < size)
-    tl.store(grad + at, (dact * slope).to(grad.dtype.element_ty), mask=at < size)
+    tl.store(grad + at, dact * slope, mask=at < size)
 
 
 @operator("swiglu", lambda gate_up: gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2))
@@ -150,7 +150,7 @@ def _swiglu(gate_up, act, H: tl.constexpr, BLOCK: tl.constexpr):
     gate = load_float32(gate_up + row * 2 * H + cols, cols < H)
     up = load_float32(gate_up + row * 2 * H + H + cols, cols < H)
     value = gate * tl.sigmoid(gate) * up
-    tl.store(act + row * H + cols, value.to(act.dtype.element_ty), mask=cols < H)
+    tl.store(act + row * H + cols, value, mask=cols < H)
 
 
 @triton.jit
@@ -163,6 +163,6 @@ def _swiglu_backward(dact, gate_up, dgate_up, act, H: tl.constexpr, BLOCK: tl.co
     s = tl.sigmoid(gate)
     silu = gate * s
     out = dgate_up + row * 2 * H + cols
-    tl.store(act + row * H + cols, (silu * up).to(act.dtype.element_ty), mask=cols < H)
-    tl.store(out, (d * up * (s + silu * (1 - s))).to(act.dtype.element_ty), mask=cols < H)
-    tl.store(out + H, (d * silu).to(act.dtype.element_ty), mask=cols < H)
+    tl.store(act + row * H + cols, silu * up, mask=cols < H)
+    tl.store(out, d * up * (s + silu * (1 - s)), mask=cols < H)
+    tl.store(out + H, d * silu, mask=cols < H)

@@ -142,7 +142,7 @@ def _norm_forward(
         out = value * rstd[:, None] * tl.load(weight + cols, mask=cols < C).to(tl.float32)[None, :]
         if shift is not None:
             out += tl.load(shift + cols, mask=cols < C).to(tl.float32)[None, :]
-        tl.store(h + at, out.to(h.dtype.element_ty), mask=inside)
+        tl.store(h + at, out, mask=inside)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def _norm_backward(
         if dtotal is not None:
             grad += load_float32(dtotal + start + cols, inside)
         column += grad
-        tl.store(dx + start + cols, grad.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + start + cols, grad, mask=inside)
     parts += program * 3 * C + cols
     tl.store(parts, dweight, mask=cols < C)
     tl.store(parts + C, dshift, mask=cols < C)

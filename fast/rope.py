@@ -107,8 +107,8 @@ def _rope_forward(
         w2 = load_float32(weight + D // 2 + cols, cols < D // 2)
         second *= w2[None, :]
     to = y + (n.to(tl.int64) * D)[:, None] + cols[None, :]
-    tl.store(to, (first * c - second * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(to + D // 2, (second * c + first * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(to, first * c - second * s, mask=inside)
+    tl.store(to + D // 2, second * c + first * s, mask=inside)
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def _rope_backward(
             g1 = (g1 - x1 * mean[:, None]) * rstd[:, None]
             g2 = (g2 - x2 * mean[:, None]) * rstd[:, None]
         to = dx + (n.to(tl.int64) * D)[:, None] + cols[None, :]
-        tl.store(to, g1.to(dx.dtype.element_ty), mask=inside)
-        tl.store(to + D // 2, g2.to(dx.dtype.element_ty), mask=inside)
+        tl.store(to, g1, mask=inside)
+        tl.store(to + D // 2, g2, mask=inside)
     if weight is not None:
         tl.store(parts + program * D + cols, tl.sum(sum1, 0), mask=cols < D // 2)
         tl.store(parts + program * D + D // 2 + cols, tl.sum(sum2, 0), mask=cols < D // 2)
