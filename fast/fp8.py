@@ -292,7 +292,7 @@ def _values(
     x, beside, second, third, rows, cols, inside, M, rest, width, HEADS: tl.constexpr,
     WHAT: tl.constexpr,
 ):  # fmt: skip
-    """The values to cast, in float32: for DSWIGLU (of gate, of up), else the same twice.
+    """(the values to cast, of DSWIGLU those of gate; those of up, of others the same), float32.
 
     x, beside: from row 0 of `rows` on. M: the rows of all programs; rest: those from x on.
     """
@@ -303,16 +303,16 @@ def _values(
         s = _sigmoid2(gate * -LOG2E)
         up = load_float32(x + in_gate + width, inside)
         value = gate * (s * up)
-        return value, value
-    value = load_float32(x + in_row, inside)
+    else:
+        value = load_float32(x + in_row, inside)
+    of_up = value
     if WHAT == "dswiglu":
         gate = load_float32(beside + in_gate, inside)
         up = load_float32(beside + in_gate + width, inside)
         s = _sigmoid2(gate * -LOG2E)
         of_up = value * gate * s
-        of_gate = value * (up * (s + s * ((1 - s) * gate)))
-        return of_gate, of_up
-    if WHAT == "gelu":
+        value *= up * (s + s * ((1 - s) * gate))
+    elif WHAT == "gelu":
         value *= _sigmoid2(value * (GELU_LINEAR + GELU_CUBIC * (value * value)))
     elif WHAT == "dgelu":
         y = load_float32(beside + in_row, inside)
@@ -332,7 +332,7 @@ def _values(
         value *= load_float32(second + cols, cols < width)
         if WHAT == "shifted_norm":
             value = tl.where(inside, value + load_float32(third + cols, cols < width), 0.0)
-    return value, value
+    return value, of_up
 
 
 @triton.jit
@@ -491,14 +491,14 @@ def _cast(
 @triton.jit
 def _width_beside(width, HEADS: tl.constexpr, WHAT: tl.constexpr):
     """How many numbers of the first tensor beside x belong to a row of x."""
+    numbers = width
     if WHAT == "norm" or WHAT == "shifted_norm":
-        return 1
+        numbers = 1
     elif WHAT == "gate":
-        return HEADS
+        numbers = HEADS
     elif WHAT == "dswiglu":
-        return 2 * width
-    else:
-        return width
+        numbers = 2 * width
+    return numbers
 
 
 @triton.jit
