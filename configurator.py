@@ -203,7 +203,10 @@ def _read(kind, value):
     if kind is str and isinstance(value, str):
         return value
     if typing.get_origin(kind) is tuple:
-        return (value,) if isinstance(value, str) else tuple(value)
+        if not isinstance(value, (str, list, tuple)):
+            raise ValueError
+        items = [value] if isinstance(value, str) else value
+        return tuple(_read(typing.get_args(kind)[0], item) for item in items)
     lower = str(value).lower()
     for choice in (True, False) if kind is bool else (kind,):
         if isinstance(choice, bool) and lower in (str(choice).lower(), str(int(choice))):
@@ -231,7 +234,8 @@ def typed(cls, values, names):
     found = dict(values)
     for name in sorted(names & values.keys()):
         found[name] = _convert(cls, hints, name, values[name])
-        if found[name] != values[name]:
+        same = [*found[name]] if isinstance(found[name], tuple) else found[name]  # JSON has lists
+        if same != values[name]:
             raise _mistyped(name, values[name], hints[name])
     return found
 

@@ -382,6 +382,8 @@ def initialize(module, name):
         nn.init.normal_(module.weight, std=getattr(module, "init_std", INIT_STD))
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
+        if getattr(module, "padding_idx", None) is not None:  # of an edit's embedding
+            module.weight[module.padding_idx] = 0
         given = {"weight", "bias"} | module._non_persistent_buffers_set  # such as fp8's
     elif reset:
         module.reset_parameters()
@@ -412,8 +414,18 @@ def build(cfg, device, seed=None):
 
 def allocate(model, device, seed=None, **options):
     """Allocates a model on meta on `device`, and initialises its weights if `seed` is given."""
+    places = {}  # {parameter: [(module, name)]}; weights that are shared have several
+    attributes = {}  # of a parameter, for optim.py
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+            attributes[parameter] = vars(parameter).copy()
     model.to_empty(device=device)
-    model.tie()  # to_empty allocates the two apart
+    for before, ((first, name), *others) in places.items():
+        parameter = first._parameters[name]
+        vars(parameter).update(attributes[before])
+        for module, other in others:  # to_empty has allocated them apart
+            module._parameters[other] = parameter
     for module in model.modules():
         if hasattr(module, "reset_tables"):  # RoPE's, which no checkpoint has
             module.reset_tables()

@@ -178,6 +178,9 @@ def refuse_edits(cfg, analysis):
             "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
         )
         raise UserError(f"document_mask and context_parallel {why}")
+    if cfg.cuda_graph is True and analysis.unsaved:
+        why = "is kept from call to call, which a replay does not run; make it a buffer"
+        raise UserError(f"cuda_graph=True: {analysis.unsaved[0]} {why}")
     if cfg.remat == "none":
         return
     if analysis.draws and cfg.compile:
@@ -260,7 +263,7 @@ def static_shapes_in_training(model, *_):
     torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
 
-def choose_graph(cfg, world, micro_step, model):
+def choose_graph(cfg, world, micro_step, model, analysis):
     """(the micro-step as a CUDA graph, or None, rows of the start-up summary).
 
     scale/cuda_graph.py captures the graph.
@@ -269,7 +272,7 @@ def choose_graph(cfg, world, micro_step, model):
         return None, []
     from scale import cuda_graph  # a file that `import train` need not load
 
-    return cuda_graph.choose(cfg, world, micro_step, model)
+    return cuda_graph.choose(cfg, world, micro_step, model, analysis.unsaved)
 
 
 def wrap(model, cfg, world, analysis, optimizer):

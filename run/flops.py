@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import kernels
 import model as models
 from fast import forms
-from scale import generators
+from scale import edits, generators
 from scale.precision import DTYPES
 from system.errors import UserError, listed
 
@@ -53,7 +53,8 @@ def peak_flops(device, precision):
 def total_and_matmul_parameters(model):
     """(parameters, those in matmuls) of a model: no vocabulary padding, a shared weight once."""
     cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
-    matmuls = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    weights = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    matmuls = sum(weight.numel() for weight in weights)
     total = sum(p.numel() for p in model.parameters())
     return total - padding * sum(cfg.tables), matmuls - padding * cfg.n_embd
 
@@ -123,17 +124,21 @@ class ModelAnalysis:
     """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
     unused: parameters without a gradient. regular: every block ran once. bypassed: one ran without
-    attn.core. draws: one drew from numpy's or Python's random numbers. updates: buffers of blocks
-    that it changed. read_elsewhere: names of the blocks' linear layers whose weight is read by
-    something other than an operation of kernels.py. problem: why the forward could not be run
-    without values, so that nothing of this is known: values may decide which parameters it uses.
+    attn.core. draws: one drew from numpy's or Python's random numbers. updates: what it changed of
+    blocks: buffers, and what is unsaved: attributes of any module that are from the call before.
+    read_elsewhere: names of the blocks' linear layers whose weight is read by something other than
+    an operation of kernels.py. problem: why the forward could not be run without values, so that
+    nothing of this is known: values may decide which parameters it uses.
     """
 
     def __init__(self, cfg, device, again=False):
-        model = models.on_meta(cfg)
+        with edits.Written() as written:
+            model = models.on_meta(cfg)
+        edits.refuse_lost(model, written)
         drawn = generators.Drawn()
         runs = Counter()  # {a block, or "attention": calls}
-        for block in model.blocks:
+        blocks = set(model.blocks)  # an edit may have one of them several times
+        for block in blocks:
             block.register_forward_pre_hook(drawn.begin)
             block.register_forward_hook(drawn.end)
             block.register_forward_hook(lambda block, *_: runs.update([block]))
@@ -141,7 +146,8 @@ class ModelAnalysis:
             core = getattr(module, "core", None)
             if core is kernels.attention or isinstance(module, models.Attention):
                 module.core = partial(count_call, runs, core)
-        versions = {name: buffer._version for name, buffer in model.blocks.named_buffers("blocks")}
+        numbers = edits.numbers(model)
+        versions = edits.versions(model)
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
         with operations, ParametersRead() as read:
@@ -159,14 +165,15 @@ class ModelAnalysis:
         # parameters and buffers that no checkpoint gave a value, though one was loaded
         self.new = []
         self.draws = drawn.found
-        self.updates = []
-        for name, buffer in model.blocks.named_buffers("blocks"):
-            if buffer._version != versions[name]:
-                self.updates.append(name)
+        self.unsaved = edits.changed_numbers(numbers)
+        if not self.problem:
+            self.unsaved += edits.read_from_before(model)
+        found = [name for name, now in edits.versions(model).items() if now != versions.get(name)]
+        self.updates = [name for name in found + self.unsaved if name.startswith("blocks.")]
         self.regular = self.bypassed = False
         self.unused, self.read_elsewhere = [], []
         if not self.problem:
-            self.bypassed = runs["attention"] < sum(runs[block] for block in model.blocks)
+            self.bypassed = runs["attention"] < sum(runs[block] for block in blocks)
             self.regular = all(runs[block] == 1 for block in model.blocks)
             self.unused = [
                 n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
@@ -208,6 +215,9 @@ class ModelAnalysis:
         for reason, names in by_reason.items():
             words.append(f"plain: {', '.join(names)} ({reason})")
         rows.append(("operations", "; ".join(words)))
+        if self.unsaved:
+            words = f"{listed(self.unsaved)}: kept from call to call, but in no checkpoint"
+            rows.append(("warning", f"{words}; a resumed run begins anew: make it a buffer"))
         if self.unused:
             names = listed(self.unused)
             rows.append(

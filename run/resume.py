@@ -5,8 +5,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import optim
 from corpus import as_user_error
 from run import checkpoint, checkpoint_folders, reshard, source, states
@@ -68,9 +66,9 @@ class Start:
         optimizer = config.get("optimizer", "adamw")
         if optimizer != cfg.optimizer:
             wrong.append(f"optimizer: checkpoint {optimizer}, now {cfg.optimizer}")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.weights]
-        others = {tensor.dtype for tensor in self.tensors["model"].values()} - {dtype}
-        wrong += [f"weights: checkpoint {other}, now {dtype}" for other in others]
+        weights = config.get("weights", "fp32")
+        if weights != cfg.weights:
+            wrong.append(f"weights: checkpoint {weights}, now {cfg.weights}")
         # an optimizer without states has values alone, one of an earlier version tensors alone
         present = {*self.state, *self.tensors, *self.state.get("values", {})}
         absent = {"optimizer", "loader", "scaler", "world_size"} - present
@@ -98,6 +96,12 @@ class Start:
         if not self.folder:
             return
         model = state.model
+        for name, p in model.named_parameters():
+            saved = self.tensors["model"][name].dtype
+            if saved != p.dtype:
+                raise CheckpointError(
+                    f"{self.folder} cannot be resumed: {name}: checkpoint {saved}, now {p.dtype}"
+                )
         if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(
                 f"{self.folder}: weights are inf or NaN; remove it to take the one before"

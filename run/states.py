@@ -239,7 +239,8 @@ def load_own(own, unpacker):
         if name not in packed:
             words.append(f"own[{name!r}] is not in the checkpoint: it begins as it is made")
         elif name not in own:
-            words.append(f"own[{name!r}] of the checkpoint is not in this run")
+            own[name] = unpacker.unpack(packed[name])  # the loop may make it in its first step
+            words.append(f"own[{name!r}] is the checkpoint's; this run has not made it so far")
         elif hasattr(value, "load_state_dict"):
             value.load_state_dict(unpacker.unpack(packed[name], there=value.state_dict()))
         else:

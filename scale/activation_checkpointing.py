@@ -51,13 +51,17 @@ def apply(model, cfg, device_type="cpu"):
         block, attention = model.blocks[i], None
         if cfg.remat == "selective" or cfg.remat_tile:
             mlp = part_of(block, "mlp")
-            mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
+            if not isinstance(mlp.core, RecomputedMLP):  # of an earlier block, which an edit shares
+                mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         if cfg.remat == "attention":
             if "attention" in forms.edits:
                 why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
                 raise UserError(f"remat=attention {why}; try --remat=block")
-            attn = part_of(block, "attn", kernels.attention)
-            attention = attn.core = KeptAttention(attn.core, store)
+            attn = part_of(block, "attn")
+            if not isinstance(attn.core, KeptAttention):
+                attn = part_of(block, "attn", kernels.attention)
+                attn.core = KeptAttention(attn.core, store)
+            attention = attn.core
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
             model.layers[i] = mix, CheckpointedBlock(block, store, attention)

@@ -4,6 +4,7 @@ The host needs tens of microseconds to launch a kernel. Where a micro-batch or a
 the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fast
-from scale import parallel
+from scale import edits, parallel
 from settings import conflicts
 from system.errors import UserError
 
@@ -25,19 +26,25 @@ TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
 AHEAD = 0.05
 
 
-def choose(cfg, world, micro_step, model):
-    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto"."""
+def choose(cfg, world, micro_step, model, unsaved):
+    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto".
+
+    unsaved: names of what an edit's modules keep from call to call, which no replay would change.
+    """
     if cfg.cuda_graph is True:
         return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
     against = [line for line in found if "cuda_graph" in line]
     if world.device.type != "cuda":
         against.append("it needs a CUDA device")
+    if unsaved:
+        against.append(f"{unsaved[0]} is kept from call to call")
     if against:
         return None, [("cuda graph", f"no ({against[0]})")]
     graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
     rows = cfg.loader_rows(world.size)  # of the smallest micro-batch
-    launched, total = graph.trial((rows, cfg.block_size), cfg.vocab_size)
+    with as_before(model):
+        launched, total = graph.trial((rows, cfg.block_size), cfg.vocab_size)
     model.zero_grad()
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
@@ -49,6 +56,18 @@ def choose(cfg, world, micro_step, model):
     if any(parallel.gather_objects(gpu_waits)):
         return graph, [("cuda graph", f"yes ({why})")]
     return None, [("cuda graph", f"no ({why})")]
+
+
+@contextlib.contextmanager
+def as_before(model):
+    """Gives a model's buffers, such as an edit's counter, back the values that they had before."""
+    before = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            before.append((module, name, buffer, buffer.clone()))
+    yield
+    for module, name, buffer, value in before:
+        setattr(module, name, buffer.copy_(value))
 
 
 @dataclasses.dataclass
@@ -73,6 +92,8 @@ class GraphedMicroStep:
         self.parameters = sorted(model.parameters(), key=torch.numel, reverse=True)
         # whether gradients are summed over ranks in bf16, else in their own dtype
         self.in_bf16 = reduce_dtype == "bf16"
+        self.model = model
+        self.numbers = {}  # attributes of the model, which a capture holds as constants
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
         self.steps = 0  # so far with batches of this shape
@@ -107,6 +128,9 @@ class GraphedMicroStep:
             if self.captured:
                 self.captured = {}
                 torch.cuda.empty_cache()  # the graphs' memory
+        if self.captured and (names := edits.changed_numbers(self.numbers)):
+            what = f"cuda_graph=True replays the {names[0]} of the capture, which has changed since"
+            raise UserError(f"{what}; make it a tensor that is filled in place, or leave it out")
         self.steps += 1
 
     def fill_batch(self, x, y):
@@ -154,6 +178,7 @@ class GraphedMicroStep:
     def replay(self, kind):
         """The sums of the graph of a kind, which is captured first where there is none."""
         if kind not in self.captured:
+            self.numbers = edits.numbers(self.model)
             graph, sums = self.capture()
             grads = {p: p.grad for p in self.parameters if p.grad is not None}
             self.captured[kind] = Captured(graph, sums, grads)

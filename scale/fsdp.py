@@ -1,11 +1,14 @@
 """FSDP2 (https://arxiv.org/abs/2304.11277): weights, gradients, optimizer states in shards."""
 
+from collections import Counter
+
 import torch
 from torch.distributed import distributed_c10d, fsdp, init_device_mesh
 from torch.utils._pytree import tree_map
 
 import fast
 from scale import memory, parallel
+from system.errors import UserError
 
 
 def shard(model, cfg, world, analysis=None):
@@ -30,12 +33,16 @@ def shard(model, cfg, world, analysis=None):
             block.register_forward_hook(with_all_gradients)
 
     units = units_of(model, cfg, analysis)
+    refuse_undividable(model, units, cfg)
+    attributes = {name: vars(p).copy() for name, p in model.named_parameters()}
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
         # the head not before the backward, which begins with it
         frees = cfg.parallel != "zero2" and modules != [model.head]
         fsdp.fully_shard(modules, reshard_after_forward=frees, **options)
     fsdp.fully_shard(model, **options)
+    for name, p in model.named_parameters():
+        vars(p).update(attributes[name])
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
@@ -68,7 +75,8 @@ def units_of(model, cfg, analysis):
         tables += [[model.wte], [model.head]]
     again = cfg.remat in ("block", "attention")
     runs_once = analysis is not None and analysis.regular and not again
-    return tables + units_of_blocks(model.blocks, apart=not runs_once)
+    blocks = list(dict.fromkeys(model.blocks))  # an edit may have one of them several times
+    return tables + shared_modules(blocks) + units_of_blocks(blocks, apart=not runs_once)
 
 
 def make_mesh(cfg, world):
@@ -95,6 +103,42 @@ def units_of_blocks(blocks, apart):
             units.append([])
         units[-1].append(block)
     return units
+
+
+def shared_modules(blocks):
+    """Lists of a module with parameters each, which several blocks have: gathered at each call."""
+    users = Counter(module for block in blocks for module in block.modules())
+    found = []
+    inside = set()
+    for module, count in users.items():  # outer ones come first
+        if count > 1 and module not in inside and any(True for _ in module.parameters()):
+            found.append([module])
+            inside.update(module.modules())
+    return found
+
+
+def refuse_undividable(model, units, cfg):
+    """Raises UserError for a parameter that FSDP2 cannot divide, or not in these units."""
+    unit_of = {}  # {module: its unit's number}; those of the root have none
+    for number, modules in enumerate(units):
+        for module in modules:
+            for part in module.modules():
+                unit_of.setdefault(part, number)
+    dtypes = {}
+    holders = {}
+    for prefix, module in model.named_modules():
+        unit = unit_of.get(module)
+        for name, p in module.named_parameters(recurse=False):
+            wrong = None
+            if p.dim() == 0:
+                wrong = "has no dimensions, which cannot be divided; make it torch.empty(1)"
+            elif dtypes.setdefault(unit, p.dtype) != p.dtype:
+                wrong = f"is {p.dtype}, other parameters of the block {dtypes[unit]}; take one"
+            elif holders.setdefault(p, unit) != unit:
+                wrong = "is shared by blocks; share the module, or try --parallel=ddp"
+            if wrong:
+                where = f"{prefix}.{name}".removeprefix(".")
+                raise UserError(f"parallel={cfg.parallel}: {where} {wrong}")
 
 
 def gathered_bytes(modules):

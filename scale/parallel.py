@@ -192,8 +192,13 @@ def sync_gradients(model, on):
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
         model.calls = 0
+        refuse_changes(model)
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
+        if not hasattr(model, "trained"):
+            free_gathered(model)  # of an evaluation before
+            model.trained = trained(model)
+        refuse_changes(model)
         for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
     yield
@@ -203,6 +208,23 @@ def sync_gradients(model, on):
             "over the ranks"
         )
         raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
+
+
+def trained(model):
+    """[(name, parameter, whether it is trained)] of a model."""
+    return [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+
+
+def refuse_changes(model):
+    """Raises UserError for what DDP or FSDP2, which know a model as it was made, would ignore."""
+    sharded = isinstance(model, fsdp.FSDPModule)
+    for name, p, before in model.trained:
+        if p.requires_grad != before:
+            what = f"requires_grad of {name} is {p.requires_grad}, and was {before}"
+            raise UserError(f"{what} when the ranks were set up; set it in GPT.__init__")
+        if sharded and p._backward_hooks:
+            what = f"{name} has a hook on its gradient, which FSDP2 does not call"
+            raise UserError(f"{what}; change gradients in Training.clip of train.py")
 
 
 def sum_over_ranks(tensor):

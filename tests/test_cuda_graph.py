@@ -150,6 +150,24 @@ def test_the_gradients_of_replays_add_up_as_those_of_steps(more, monkeypatch):
     same(*both_ways(more, "cpu"))
 
 
+def test_a_number_that_changes_after_the_capture_is_refused(monkeypatch):
+    imitate(monkeypatch.setattr)
+    words = [*WORDS, "--batch_tokens=128", "--n_embd=64", "--block_size=32", "--device=cpu"]
+    cfg = configure(Config, [*words, "--cuda_graph=True"])
+    world = parallel.start("cpu")
+    job = train.Training(train.choose(cfg, world.device)[0], world)
+    job.state.model.step = 0
+    batch = torch.zeros(4, 32, dtype=torch.long), torch.ones(4, 32, dtype=torch.long)
+    for _ in range(cuda_graph.EAGER_STEPS):  # launched, so that the number counts
+        job.state.model.step += 1
+        take_step(job, lambda: batch, 1e-3)
+    for _ in range(2):
+        take_step(job, lambda: batch, 1e-3)
+    job.state.model.step += 1
+    with pytest.raises(UserError, match="replays the step of the capture, which has changed"):
+        take_step(job, lambda: batch, 1e-3)
+
+
 def same(launched, replayed):
     assert launched[0] == replayed[0]
     torch.testing.assert_close(replayed[1], launched[1], rtol=0, atol=0)
@@ -241,9 +259,34 @@ def test_auto_says_why(words, monkeypatch):
     monkeypatch.delattr(cuda_graph.fast, "fp8")  # imported only where fused kernels run
     monkeypatch.setattr(cuda_graph.GraphedMicroStep, "trial", lambda *_: CHOICES[words])
     cfg = Config(cuda_graph="auto", remat="none" if CHOICES[words] else "block")
-    graph, rows = cuda_graph.choose(cfg, parallel.World(0, 1, torch.device("cuda")), None, MODEL)
+    world = parallel.World(0, 1, torch.device("cuda"))
+    graph, rows = cuda_graph.choose(cfg, world, None, MODEL, unsaved=[])
     assert rows[0][0] == "cuda graph" and rows[0][1].startswith(words)
     assert bool(graph) == words.startswith("yes")
+
+
+def test_auto_leaves_an_edits_counter_as_it_was(monkeypatch):
+    """A buffer that each call changes in place, and one that it replaces; an attribute: no."""
+    imitate(monkeypatch.setattr)
+    monkeypatch.delattr(cuda_graph.fast, "fp8")
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("calls", torch.zeros(1))
+    model.register_buffer("last", torch.zeros(1))
+
+    def trial(*_):
+        model.calls += 10
+        model.last = model.last + 1
+        return 0.0195, 0.02
+
+    monkeypatch.setattr(cuda_graph.GraphedMicroStep, "trial", trial)
+    world = parallel.World(0, 1, torch.device("cuda"))
+    cfg = Config(cuda_graph="auto")
+    graph, _ = cuda_graph.choose(cfg, world, None, model, unsaved=[])
+    assert graph and model.calls == 0 and model.last == 0
+    graph, rows = cuda_graph.choose(cfg, world, None, model, unsaved=["blocks.0.count"])
+    assert graph is None and rows == [
+        ("cuda graph", "no (blocks.0.count is kept from call to call)")
+    ]
 
 
 @pytest.mark.gpu

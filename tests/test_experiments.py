@@ -25,6 +25,7 @@ import torch
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
 
 from experiments import (
+    building,
     inside,
     layers,
     loop,
@@ -37,7 +38,7 @@ from experiments import (
     shelf,
 )
 
-MODULES = (losses, randomness, positions, layers, loop, operations, optimizers, shelf)
+MODULES = (losses, randomness, positions, layers, building, loop, operations, optimizers, shelf)
 SETTINGS = dict(n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32")
 SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale
@@ -199,7 +200,7 @@ class Runs:
         tensors, _ = load_checkpoint(self.folder / mode / "step_00000006")
         end = ".exp_avg"
         found = {n.removesuffix(end): t for n, t in tensors["optimizer"].items() if n.endswith(end)}
-        return {name: tensor.numpy() for name, tensor in found.items()}
+        return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
 def far(a, b, limit):

@@ -135,6 +135,39 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     assert "not counted" in found.rows()[0][1]
 
 
+def test_what_a_forward_keeps_outside_of_buffers_is_named(monkeypatch):
+    """A count, and a tensor that the next call reads; one that is set before it is read is not."""
+    embed = models.GPT.embed
+
+    def counts(self, idx, positions):
+        self.calls += 1
+        x = embed(self, idx, positions)
+        self.memory, self.size = x.detach().mean(), x.square().mean()
+        return x + self.size
+
+    def reads(self, idx, positions):
+        memory = self.memory
+        return counts(self, idx, positions) + memory
+
+    monkeypatch.setattr(models.GPT, "calls", 0, raising=False)
+    monkeypatch.setattr(models.GPT, "memory", 0.0, raising=False)
+    made = models.GPT.__init__
+
+    def init(self, cfg):
+        made(self, cfg)
+        self.calls = 0
+
+    monkeypatch.setattr(models.GPT, "__init__", init)
+    for forward, names in ((embed, []), (counts, ["calls"]), (reads, ["calls", "memory", "size"])):
+        monkeypatch.setattr(models.GPT, "embed", forward)
+        found, cfg = analysed()
+        assert found.unsaved == names and found.updates == []
+        rows = [words for kind, words in found.rows() if kind == "warning"]
+        assert [", ".join(names) in words for words in rows] == [True] * bool(names)
+    with pytest.raises(UserError, match="cuda_graph=True: calls is kept from call to call"):
+        build.refuse_edits(dataclasses.replace(cfg, cuda_graph=True), found)
+
+
 @pytest.mark.parametrize("setting", [dict(document_mask=True), dict(context_parallel=2)])
 def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
     """One that computes softmax by itself instead of calling self.core, and one without a core."""

@@ -280,6 +280,35 @@ def test_a_parameter_without_an_initial_value_is_named(monkeypatch):
         build(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=100), CPU, seed=0)
 
 
+def test_an_embedding_with_a_padding_row_has_zeros_there(monkeypatch):
+    made = models.GPT.__init__
+
+    def with_types(self, cfg):
+        made(self, cfg)
+        self.types = torch.nn.Embedding(5, cfg.n_embd, padding_idx=3)
+
+    monkeypatch.setattr(models.GPT, "__init__", with_types)
+    rows = build(small(), CPU, 0).types.weight
+    assert [bool(row.any()) for row in rows] == [True, True, True, False, True]
+
+
+def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monkeypatch):
+    made = models.GPT.__init__
+
+    def shares(self, cfg):
+        made(self, cfg)
+        self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight
+        self.blocks[0].mlp.up.weight.note = "mine"
+
+    plain = sum(p.numel() for p in build(small(), CPU, 0).parameters())
+    monkeypatch.setattr(models.GPT, "__init__", shares)
+    model = build(small(), CPU, 0)
+    shared = model.blocks[0].mlp.up.weight
+    assert model.blocks[1].mlp.up.weight is shared and shared.note == "mine"
+    assert model.head.weight is model.wte.weight
+    assert sum(p.numel() for p in model.parameters()) == plain - shared.numel()
+
+
 def test_dropout_only_in_training():
     model, plain = randomized(small(dropout=0.5)), randomized(small())
     x = ids(model.cfg)

@@ -1,0 +1,109 @@
+"""What an edited model.py does that would be lost: in `__init__`, and to what no checkpoint holds.
+
+The model is built on PyTorch's meta device, where tensors have no values. Allocating it gives each
+parameter a new tensor, and `initialize` the first values.
+"""
+
+import sys
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from system.errors import UserError
+
+
+class Written(TorchDispatchMode):
+    """Within it, notes the tensors that are changed in place, but for those in reset_parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []  # kept, so that no other takes their place in memory
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.is_mutable and not called_by("reset_parameters"):
+            self.tensors += filter(torch.is_tensor, tree_leaves(args[:1]))
+        return function(*args, **(kwargs or {}))
+
+
+def called_by(name):
+    """Whether a function of this name is running."""
+    frame = sys._getframe(1)
+    while frame and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def refuse_lost(model, written):
+    """Raises UserError for a value, a hook or a tensor of a model on meta that would be lost."""
+    places = {place(tensor) for tensor in written.tensors}
+    for prefix, module in model.named_modules():
+        prefix = f"{prefix}." if prefix else ""
+        own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+        for name, value in vars(module).items():
+            found = filter(torch.is_tensor, tree_leaves(value))
+            if any(t.is_meta and t not in own for t in found):  # PyTorch's RNNs list their own
+                why = "holds a tensor, which has no data in __init__; make it a buffer with"
+                raise UserError(
+                    f"model.py: {prefix}{name} {why} persistent=False, filled in reset_tables()"
+                )
+        # a reset_parameters of model.py's own is meant to replace what __init__ gave
+        reset = getattr(type(module), "reset_parameters", None)
+        is_pytorchs = getattr(reset, "__module__", "").startswith("torch.")
+        for name, p in module.named_parameters(recurse=False):
+            what = f"model.py: {prefix}{name}"
+            if not p.is_meta or is_pytorchs and place(p) in places:
+                why = "is given values in __init__, which are lost: give them in reset_parameters()"
+                raise UserError(f"{what} {why} of a subclass, or by init_std (docs/experiment.md)")
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                why = "has a hook on its gradient, which is lost"
+                raise UserError(f"{what} {why}; change gradients in Training.clip of train.py")
+            if p.dtype == torch.float64:
+                raise UserError(f"{what} is in float64; expected 32 or 16 bits")
+
+
+def numbers(model):
+    """{name: (its module's attributes, name there, value)} of the attributes with numbers."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                found[f"{prefix}.{name}".removeprefix(".")] = vars(module), name, value
+    return found
+
+
+def changed_numbers(before):
+    """Names of `numbers` that have other values now."""
+    found = []
+    for name, (attributes, own, value) in before.items():
+        now = attributes.get(own)
+        if type(now) in (int, float) and now != value:
+            found.append(name)
+    return found
+
+
+def versions(model):
+    """{name: another value once a buffer was changed or replaced} of a model's buffers."""
+    return {name: (id(b), b._version) for name, b in model.named_buffers()}
+
+
+@torch.no_grad()
+def read_from_before(model):
+    """Names of the tensors in attributes that a forward left, if another one reads them."""
+    kept = {}
+    for prefix, module in model.named_modules():
+        for name, value in [*vars(module).items()]:
+            if torch.is_tensor(value):
+                kept[f"{prefix}.{name}".removeprefix(".")] = value
+                setattr(module, name, object())  # with which nothing can be computed
+    if kept:
+        tokens = torch.zeros(1, model.cfg.block_size, dtype=torch.long, device="meta")
+        try:
+            model(tokens, tokens)
+        except Exception:  # of any type
+            return [*kept]
+    return []
+
+
+def place(tensor):
+    return tensor.untyped_storage()._cdata
