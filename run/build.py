@@ -158,6 +158,7 @@ def build_model(cfg, world, weights=None, eot=None):
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
     mixing.check(model, cfg, world, autocast(cfg.precision, device), eot)
+    model.trained = parallel.trained(model)
     return model, analysis
 
 

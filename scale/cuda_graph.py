@@ -128,9 +128,13 @@ class GraphedMicroStep:
             if self.captured:
                 self.captured = {}
                 torch.cuda.empty_cache()  # the graphs' memory
-        if self.captured and (names := edits.changed_numbers(self.numbers)):
-            what = f"cuda_graph=True replays the {names[0]} of the capture, which has changed since"
-            raise UserError(f"{what}; make it a tensor that is filled in place, or leave it out")
+        if self.captured:
+            parallel.refuse_changes(self.model)
+            for name in edits.changed_numbers(self.numbers):
+                what = f"cuda_graph=True replays the {name} of the capture, which has changed since"
+                raise UserError(
+                    f"{what}; make it a tensor that is filled in place, or leave it out"
+                )
         self.steps += 1
 
     def fill_batch(self, x, y):

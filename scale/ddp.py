@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from scale import parallel
 from system.errors import UserError
 
 
@@ -32,7 +31,7 @@ def wrap(model, cfg, world, unused=False):
         broadcast_buffers=False,
         find_unused_parameters=unused,
     )
-    ddp.trained = parallel.trained(model)
+    ddp.trained = model.trained
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp

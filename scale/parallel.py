@@ -195,12 +195,11 @@ def sync_gradients(model, on):
         refuse_changes(model)
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
-        if not hasattr(model, "trained"):
-            free_gathered(model)  # of an evaluation before
-            model.trained = trained(model)
         refuse_changes(model)
         for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
+    else:
+        refuse_changes(model, may_freeze=True)
     yield
     if isinstance(model, DistributedDataParallel) and on and not model.calls:
         what = (
@@ -215,13 +214,16 @@ def trained(model):
     return [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
 
-def refuse_changes(model):
-    """Raises UserError for what DDP or FSDP2, which know a model as it was made, would ignore."""
+def refuse_changes(model, may_freeze=False):
+    """Raises UserError for what would be ignored by those who know a model as it was made.
+
+    DDP, FSDP2 and a CUDA graph know what is trained; an optimizer, what was not frozen.
+    """
     sharded = isinstance(model, fsdp.FSDPModule)
     for name, p, before in model.trained:
-        if p.requires_grad != before:
+        if p.requires_grad != before and not (before and may_freeze):
             what = f"requires_grad of {name} is {p.requires_grad}, and was {before}"
-            raise UserError(f"{what} when the ranks were set up; set it in GPT.__init__")
+            raise UserError(f"{what} when the model was built; set it in GPT.__init__")
         if sharded and p._backward_hooks:
             what = f"{name} has a hook on its gradient, which FSDP2 does not call"
             raise UserError(f"{what}; change gradients in Training.clip of train.py")

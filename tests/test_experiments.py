@@ -16,6 +16,7 @@ rounding by themselves.
 import dataclasses
 import functools
 import math
+import os
 import shutil
 
 import numpy as np
@@ -345,7 +346,9 @@ def unpatched(sources, shards, tmp_path_factory):
 def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatched, tmp_path):
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))
-    except patch.MissingAnchor as why:
+    except patch.MissingAnchor as why:  # the sources may be edited
+        if "EVERY_PATCH" in os.environ:
+            raise
         pytest.skip(str(why))
     adds = own.adds
     if patch.UNPATCHED in adds.values():
@@ -392,7 +395,9 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
     own = next(patch for patch in shelf.PATCHES if patch.name == "lora")
     try:
         patch.apply(own, copy_of(sources, tmp_path / "sources"))
-    except patch.MissingAnchor as why:
+    except patch.MissingAnchor as why:  # the sources may be edited
+        if "EVERY_PATCH" in os.environ:
+            raise
         pytest.skip(str(why))
     settings = SETTINGS | dict(max_steps=3)
     base, tuned = (flags(shards[False], tmp_path / name, **settings) for name in ("base", "tuned"))

@@ -256,7 +256,22 @@ PATCHES = [
         "after DDP was told which gradients to wait for",
         ["state.model.wpe.weight.requires_grad_(False)"],
         (modes.DDP, modes.FSDP),
-        {modes.DDP: "requires_grad of wpe.weight is False, and was True"},
+        dict.fromkeys(
+            (modes.DDP, modes.FSDP), "requires_grad of wpe.weight is False, and was True"
+        ),
+    ),
+    Patch(
+        "a frozen parameter that train.py thaws",
+        "which the optimizer never had",
+        {
+            **after_blocks("self.wpe.weight.requires_grad_(False)"),
+            "train.py": [(STATE, STATE + "    state.model.wpe.weight.requires_grad_(True)\n")],
+        },
+        (modes.DDP, modes.FSDP),
+        sample=(modes.DDP,),
+        refused=dict.fromkeys(
+            ("eager", modes.DDP, modes.FSDP), "requires_grad of wpe.weight is True, and was False"
+        ),
     ),
     in_loop(
         "a hook in train.py",
