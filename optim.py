@@ -35,7 +35,7 @@ def param_groups(model, cfg):
     decay = cfg.weight_decay
     if decay is None:
         # near the best of short and long runs: docs/modern.md
-        decay = 2 / ((cfg.lr or 1) * plan(cfg)[0])
+        decay = 2 / ((cfg.lr or 1) * length_of_run(cfg)[0])
 
     def table(rate):
         if rate is not None:
@@ -218,7 +218,7 @@ def batch_tokens(share, cfg):
     return cfg.batch_tokens
 
 
-def plan(cfg, step=0, tokens=0):
+def length_of_run(cfg, step=0, tokens=0):
     """(steps, tokens) at the end of a run that has done `step` and `tokens` of them so far.
 
     Not for max_seconds.

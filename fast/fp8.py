@@ -5,7 +5,7 @@ tensor has one scale, a power of two, from its amax in the previous call with ro
 scaling); in the first call, and for weights that FSDP2 gathers in 8 bits (`ShardIn8Bits`), from its
 own. Hopper's fp8 GEMMs need both operands contiguous along K, so every cast tensor is stored
 transposed as well, for the gradients. All else is as in bf16. The amax history belongs to a layer
-(`track`).
+(`train_in_fp8`).
 """
 
 from typing import NamedTuple
@@ -51,11 +51,11 @@ SCALE_PROGRAMS = 64  # programs that share x where its largest value must be fou
 ROOM, GRADIENT_ROOM = 2.0, 64.0
 # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 HEAD_SCALE = 2.0**14
-# buffers of a tracked layer: of its input, weight, output's gradient
+# buffers of a layer that trains in fp8: of its input, weight, output's gradient
 AMAX = "x_amax", "w_amax", "dy_amax"
 
 
-def track(layer):
+def train_in_fp8(layer):
     """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
         for name in AMAX:  # four values each: see `_update_scale`
@@ -72,7 +72,7 @@ def reset(model):
 
 
 def operands(layer):
-    """What the functions below take of a tracked layer."""
+    """What the functions below take of a layer that trains in fp8."""
     return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
 
 
@@ -573,7 +573,7 @@ def _transpose(x, out, M, N, TILE: tl.constexpr):
 
 
 def gather_in_8_bits(layers, ranks):
-    """Before fully_shard: tracked layers' weights become `ShardIn8Bits`, their w_amax the scale.
+    """Before fully_shard: weights of layers in fp8 become `ShardIn8Bits`, their w_amax the scale.
 
     A weight whose rows cannot be divided among the ranks stays as it is.
     """

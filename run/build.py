@@ -213,10 +213,7 @@ def prepare(model, cfg, world, eot, analysis):
         # every parameter, since FSDP2 requires one dtype in a unit
         parameter.data = parameter.data.bfloat16()
     if cfg.precision == "fp8":
-        for layer in model.modules():
-            text = {models.Linear: "Linear", models.Head: "cross_entropy"}.get(type(layer))
-            if text and text not in forms.edits:  # else it has a forward that fp8 does not know
-                fast.fp8.track(layer)
+        choose_fp8_layers(model)
     if cfg.document_mask:
         documents.apply(model, eot)
     if cfg.remat != "none":
@@ -229,6 +226,14 @@ def prepare(model, cfg, world, eot, analysis):
             model.register_forward_pre_hook(static_shapes_in_training)
     if sharded:
         fsdp.shard(model, cfg, world, analysis)
+
+
+def choose_fp8_layers(model):
+    """Makes linear layers and the head train in fp8, but for those whose forward is edited."""
+    for layer in model.modules():
+        definition = {models.Linear: "Linear", models.Head: "cross_entropy"}.get(type(layer))
+        if definition and definition not in forms.edits:
+            fast.fp8.train_in_fp8(layer)
 
 
 def compile_model(model, sharded=False):
@@ -317,7 +322,7 @@ def describe(cfg, training, start):
     total, matmul = total_and_matmul_parameters(state.model)
     steps = tokens = None  # the clock decides
     if cfg.max_seconds is None:
-        steps, tokens = optim.plan(cfg, state.step, state.tokens)
+        steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
     optimizer = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),

@@ -313,17 +313,17 @@ class KVCache:
         if self.graph:
             self.graph.replay()
         else:
-            self.draw()
+            self.decode_token()
             if self.use_graph:
                 self.graph = torch.cuda.CUDAGraph()
                 self.graph.register_generator_state(self.generator)
                 # not "global", since a run has other threads
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.draw()
+                    self.decode_token()
         self.length += 1
         return self.ids[:, self.length]
 
-    def draw(self):
+    def decode_token(self):
         """Draws the ids behind those at `position`, and writes them into `ids`."""
         logits = self.forward(self.ids.index_select(1, self.position), self.position)
         self.position += 1

@@ -190,7 +190,7 @@ class Watch(contextlib.ExitStack):
                         self._on_signal(number)
             try:
                 if not self._failing:
-                    self._look(ended)
+                    self._look_for_lost_or_hung(ended)
                 store_seen_at = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen_at > STORE_GONE and not self._closing.is_set():
@@ -221,7 +221,7 @@ class Watch(contextlib.ExitStack):
                 words = f"{name} in step {self._step}: this run saves and stops"
                 print(f"{words}; a second signal ends it at once", flush=True)
 
-    def _look(self, ended):
+    def _look_for_lost_or_hung(self, ended):
         """Looks for ranks that have failed or died: NCCL does not tell those who wait for one.
 
         ended: ranks on this machine whose processes have ended.

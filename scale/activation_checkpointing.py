@@ -47,7 +47,7 @@ def apply(model, cfg, device_type="cpu"):
             why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
             raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
     store = ActivationStore(cfg.remat_offload)
-    for i in memory.blocks_again(cfg, len(model.blocks)):
+    for i in memory.recomputed_blocks(cfg, len(model.blocks)):
         block, attention = model.blocks[i], None
         if cfg.remat == "selective" or cfg.remat_tile:
             mlp = part_of(block, "mlp")

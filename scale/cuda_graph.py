@@ -111,31 +111,35 @@ class GraphedMicroStep:
             )
         begins_step = all(p.grad is None for p in self.parameters)
         if begins_step:
-            self.begin_step(x, y)
+            if self.batch is None or self.batch[0].shape != x.shape:
+                self.discard_captures(x, y)
+            self.refuse_changes()
+            self.steps += 1
         self.fill_batch(x, y)
         if self.steps <= EAGER_STEPS:
-            sums = self.launch()
+            sums = self.run_eagerly()
         else:
             sums = self.replay("writes gradients" if begins_step else "adds to them")
         if average and dist.is_initialized():
             self.average()
         return [total.clone() for total in sums]  # the next replay overwrites them
 
-    def begin_step(self, x, y):
-        if self.batch is None or self.batch[0].shape != x.shape:
-            self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
-            self.steps = 0
-            if self.captured:
-                self.captured = {}
-                torch.cuda.empty_cache()  # the graphs' memory
+    def discard_captures(self, x, y):
+        """Makes room for batches of another shape, which have captures of their own."""
+        self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
+        self.steps = 0
         if self.captured:
-            parallel.refuse_changes(self.model)
-            for name in edits.changed_numbers(self.numbers):
-                what = f"cuda_graph=True replays the {name} of the capture, which has changed since"
-                raise UserError(
-                    f"{what}; make it a tensor that is filled in place, or leave it out"
-                )
-        self.steps += 1
+            self.captured = {}
+            torch.cuda.empty_cache()  # the graphs' memory
+
+    def refuse_changes(self):
+        """Raises UserError for what has changed since a capture, which holds it as it was."""
+        if not self.captured:
+            return
+        parallel.refuse_changes(self.model)
+        for name in edits.changed_numbers(self.numbers):
+            what = f"cuda_graph=True replays the {name} of the capture, which has changed since"
+            raise UserError(f"{what}; make it a tensor that is filled in place, or leave it out")
 
     def fill_batch(self, x, y):
         for own, given in zip(self.batch, (x, y)):
@@ -155,12 +159,12 @@ class GraphedMicroStep:
         with torch.random.fork_rng([self.device]):
             self.batch = [torch.randint(vocab_size, shape, device=self.device) for _ in range(2)]
             for _ in range(EAGER_STEPS):
-                self.launch()
-            waited = waits(self.launch)
+                self.run_eagerly()
+            waited = waits(self.run_eagerly)
             clock = [parallel.synchronize(self.device)]
             moments = [parallel.Moment(self.device)]
             for _ in range(TRIAL):
-                self.launch()
+                self.run_eagerly()
                 clock.append(time.perf_counter())
                 moments.append(parallel.Moment(self.device))
             parallel.synchronize(self.device)
@@ -170,7 +174,7 @@ class GraphedMicroStep:
         launched = 0 if waited else statistics.median(launches)
         return launched, statistics.median(totals)
 
-    def launch(self):
+    def run_eagerly(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)

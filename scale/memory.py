@@ -32,7 +32,7 @@ def estimate(cfg, ranks):
     shards = shards_of(cfg, ranks)
     sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
     several_micro_steps = cfg.batch_tokens > cfg.micro_tokens(ranks)
-    recomputed = len(blocks_again(cfg, cfg.n_layer))
+    recomputed = len(recomputed_blocks(cfg, cfg.n_layer))
     activations = activation_bytes(cfg, recomputed)
 
     weight = weight_bytes(cfg)
@@ -175,7 +175,7 @@ def backward_bytes(cfg, recomputed):
     return max(tokens * attention, tile * (wide - 2 * cfg.mlp_hidden) + tokens * 2 * 6 * C)
 
 
-def blocks_again(cfg, n_layer):
+def recomputed_blocks(cfg, n_layer):
     """Indices of blocks that remat computes again: each remat_every-th, perhaps a fraction."""
     if cfg.remat == "none":
         return []
@@ -247,7 +247,7 @@ def on_host(cfg, ranks):
     if cfg.remat_offload:
         sizes = [cfg.rank_tokens * each for each in saved_activation_bytes(cfg, cfg.remat)]
         block = sum(size if size >= PINNED_EXACTLY else power_of_two(size) for size in sizes)
-        parts["activations"] = block * len(blocks_again(cfg, cfg.n_layer))
+        parts["activations"] = block * len(recomputed_blocks(cfg, cfg.n_layer))
     return parts
 
 

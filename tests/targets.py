@@ -88,7 +88,7 @@ def step(shape, fp8):
     if fp8:
         for layer in model.modules():
             if type(layer) in (models.Linear, models.Head):
-                fast.fp8.track(layer)
+                fast.fp8.train_in_fp8(layer)
         fast.fp8.reset(model)
     for p in model.parameters():  # up to 1 billion
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -553,7 +553,7 @@ def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
     counts = []
     for free in (gib * memory.GIB for gib in (40, 60, 70, 78, 138, 200)):
         every, why = memory.choose_remat(cfg, 4, free)
-        blocks = memory.blocks_again(dataclasses.replace(cfg, remat_every=every), 32)
+        blocks = memory.recomputed_blocks(dataclasses.replace(cfg, remat_every=every), 32)
         counts.append(len(blocks))
         assert (
             why.startswith(f"{len(blocks)} of 32 blocks") and len(set(blocks)) == len(blocks) <= 32
@@ -563,7 +563,7 @@ def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
         gaps = {b - a for a, b in itertools.pairwise(blocks)}
         assert len(blocks) < 3 or max(gaps) - min(gaps) <= 1, "spread evenly"
     assert counts == sorted(counts, reverse=True) and counts[0] == 32 and counts[-1] == 1
-    assert memory.choose_remat(cfg, 4, None)[0] == 1 and memory.blocks_again(cfg, 32) == [
+    assert memory.choose_remat(cfg, 4, None)[0] == 1 and memory.recomputed_blocks(cfg, 32) == [
         *range(32)
     ]
     config = str(ROOT / "config/llama3_8b.py")

@@ -67,11 +67,11 @@ def fused(monkeypatch):
         monkeypatch.setattr(fp8, "SUM_STEPS", 2)
 
 
-def tracked(model):
+def in_fp8(model):
     """The model with fp8 in all its layers, as run/build.py's `prepare` sets it up."""
     for layer in model.modules():
         if isinstance(layer, (models.Linear, models.Head)):
-            fp8.track(layer)
+            fp8.train_in_fp8(layer)
     return model
 
 
@@ -179,7 +179,7 @@ def test_sums(terms, fast):
 
 
 def test_weight_gradients_are_not_fast(monkeypatch):
-    own, real, asked = tracked(small(n_layer=1)), cublas.matmul, []
+    own, real, asked = in_fp8(small(n_layer=1)), cublas.matmul, []
 
     def matmul(a, b, out, **options):
         asked.append((out.dtype, options.get("fast", False)))
@@ -200,7 +200,7 @@ def test_weight_gradients_are_not_fast(monkeypatch):
 @pytest.mark.parametrize("B, T, K, N", [(3, 32, 64, 208)] + [(2, 512, 768, 2304)] * GPU)
 def test_linear(B, T, K, N, bias):
     layer = models.Linear(K, N, bias=bias, device=DEVICE)
-    fp8.track(layer)
+    fp8.train_in_fp8(layer)
     assert list(layer.state_dict()) == ["weight"] + ["bias"] * bias
     names, parameters = zip(*layer.named_parameters())
     of_layer = lambda x, *p: torch.func.functional_call(layer, dict(zip(names, p)), x)
@@ -221,7 +221,7 @@ def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     cfg = GPTConfig(vocab_size=V, n_layer=layers, n_head=4, n_embd=2 * T, block_size=T, **shape)
     exact, own = (models.build(cfg, DEVICE, 0) for _ in range(2))
     names = list(own.state_dict())
-    tracked(own)
+    in_fp8(own)
     assert list(own.state_dict()) == names
     assert all(hasattr(layer, "w_amax") for layer in (own.head, own.blocks[0].attn.proj))
     if compiled:
@@ -246,7 +246,7 @@ def alike(a, b):
 
 @pytest.mark.parametrize("shape", [{}, slow(LLAMA)])
 def test_what_does_not_train_is_as_in_bf16(shape):
-    own, bf16 = tracked(small(n_layer=2, **shape)).eval(), small(n_layer=2, **shape).eval()
+    own, bf16 = in_fp8(small(n_layer=2, **shape)).eval(), small(n_layer=2, **shape).eval()
     idx, targets = torch.randint(0, 200, (2, 4, 32), device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(own(idx, targets)[0], bf16(idx, targets)[0])
@@ -260,7 +260,7 @@ def test_rows_of_any_length():
     """Where fp8's weight gradients cannot sum over the rows, the layers compute in bf16."""
     cfg = GPTConfig(vocab_size=1000, n_layer=1, n_head=4, n_embd=256, block_size=128)
     own, plain = models.build(cfg, DEVICE, 0), models.build(cfg, DEVICE, 0).double()
-    tracked(own)
+    in_fp8(own)
     ids, targets = (torch.randint(0, 1000, (1, 7), device=DEVICE).expand(3, 7) for _ in range(2))
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         one, *others = own.logits(ids)
@@ -275,7 +275,7 @@ def test_only_tracked_layers_are_gathered_in_8_bits():
     """In bf16: a layer with a width that is no multiple of 16, or that model.py calls itself."""
     own = small(n_layer=1, mlp="swiglu", n_hidden=72)
     own.blocks[0].extra = nn.Linear(64, 64)
-    fp8.gather_in_8_bits(tracked(own).blocks.modules(), 2)
+    fp8.gather_in_8_bits(in_fp8(own).blocks.modules(), 2)
     weights = {
         name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()
     }
@@ -316,7 +316,7 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
 
 def test_scales_go_on_where_they_were():
     """A resumed model's next loss and gradients are the saved one's, on the CPU to the last bit."""
-    one, other = (tracked(small(n_layer=1)) for _ in range(2))
+    one, other = (in_fp8(small(n_layer=1)) for _ in range(2))
     idx, targets = torch.randint(0, 200, (2, 2, 16), device=DEVICE)
     # attention may round differently
     same = (lambda a, b: error(a, b) < 1e-3) if GPU else torch.equal

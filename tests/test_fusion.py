@@ -35,7 +35,7 @@ def trained(shape, fp8, compiled, dropout=0.0, edit=None):
     for layer in [
         module for module in model.modules() if fp8 and isinstance(module, torch.nn.Linear)
     ]:
-        fast.fp8.track(layer)
+        fast.fp8.train_in_fp8(layer)
     for block in model.blocks:
         # PyTorch's plain attention with dropout has an addition of its own
         block.attn.dropout = 0.0

@@ -320,7 +320,7 @@ def test_a_dry_run_takes_two_steps_of_the_largest_batch(data_dir, tmp_path, caps
 def test_the_plan_is_what_the_loop_does(schedule, length, begun):
     cfg = Config(batch_tokens=400, batch_schedule=schedule, **length)
     state = types.SimpleNamespace(step=begun, tokens=begun * 400, seconds=0.0)
-    planned = optim.plan(cfg, state.step, state.tokens)
+    planned = optim.length_of_run(cfg, state.step, state.tokens)
     while (share := optim.share_done(state, cfg)) < 1:
         state.tokens += optim.batch_tokens(share, cfg)
         state.step += 1
