@@ -102,7 +102,7 @@ def _flag(word, rest, hints):
     following = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
     flag = key if key in hints else key.removeprefix("no_")
     if _is_flag(hints.get(flag)):
-        words = ("true", "false", *map(str, typing.get_args(hints[flag])))
+        words = ("true", "false", "1", "0", *map(str, typing.get_args(hints[flag])))
         if following and following[0].lower() in words:
             value = rest.pop(0)
             if key != flag:
@@ -154,7 +154,7 @@ def _settings_of(path):
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     lines = {node.id: node.lineno for node in names if isinstance(node.ctx, ast.Store)}
     found = []
-    no_settings = (types.ModuleType, types.FunctionType, type)
+    no_settings = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     for name, value in space.items():
         if not name.startswith("_") and not isinstance(value, no_settings):
             # line 1: the name is imported from another file

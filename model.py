@@ -370,6 +370,11 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             with whole(module):
                 initialize(module, name)
+        for module in self.modules():
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None:  # of an edit's embedding, whose weight the head may share
+                with whole(module):
+                    module.weight[padding] = 0
 
 
 def initialize(module, name):
@@ -382,8 +387,6 @@ def initialize(module, name):
         nn.init.normal_(module.weight, std=getattr(module, "init_std", INIT_STD))
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
-        if getattr(module, "padding_idx", None) is not None:  # of an edit's embedding
-            module.weight[module.padding_idx] = 0
         given = {"weight", "bias"} | module._non_persistent_buffers_set  # such as fp8's
     elif reset:
         module.reset_parameters()
@@ -417,11 +420,12 @@ def allocate(model, device, seed=None, **options):
     places = {}  # {parameter: [(module, name)]}; weights that are shared have several
     attributes = {}  # of a parameter, for optim.py
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
             attributes[parameter] = vars(parameter).copy()
     model.to_empty(device=device)
-    for before, ((first, name), *others) in places.items():
+    for before, names in places.items():
+        (first, name), *others = names
         parameter = first._parameters[name]
         vars(parameter).update(attributes[before])
         for module, other in others:  # to_empty has allocated them apart

@@ -35,7 +35,8 @@ def param_groups(model, cfg):
     decay = cfg.weight_decay
     if decay is None:
         # near the best of short and long runs: docs/modern.md
-        decay = 2 / ((cfg.lr or 1) * length_of_run(cfg)[0])
+        steps, _ = length_of_run(cfg)
+        decay = 2 / ((cfg.lr or 1) * steps)
 
     def table(rate):
         if rate is not None:
@@ -88,7 +89,7 @@ def build(name, groups, model, cfg):
 
         return AdamW8bit(groups, **options, seed=cfg.seed)
     if name == "muon":
-        parts = {p: matrices_of(weight, p, cfg) for weight, p in model.named_parameters()}
+        parts = {p: matrices_of(full_name, p, cfg) for full_name, p in model.named_parameters()}
         return Muon(groups, parts, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
         what = f"param_groups names the optimizer {name!r}"
@@ -228,7 +229,7 @@ def length_of_run(cfg, step=0, tokens=0):
             left = until * cfg.max_steps - step
         else:
             left = (until * cfg.max_tokens - tokens) / batch
-        steps = max(0, math.ceil(round(left, 9)))  # 0.3 * 10 is over 3
+        steps = max(0, math.ceil(round(left, 9)))  # 0.07 * 100 is over 7
         step += steps
         tokens += steps * batch
     return step, tokens

@@ -346,7 +346,7 @@ def out_of_range(cfg, ranks):
     found += too_small(cfg, {"eval_tokens": cfg.block_size})
     if cfg.clip is not None and not cfg.clip > 0:
         found.append(f"clip={cfg.clip} must be over 0; nanoGPT's 0, no clipping, is --clip=None")
-    if not grows(cfg):
+    if cfg.batch_schedule is not None and not grows(cfg):
         form = (
             "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as "
             "65536:0.2,131072:0.5"

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 # a thread a process: tests run side by side
 unset PYTHONDONTWRITEBYTECODE # some hundred processes would compile the sources again
-marks=(-m "not slow") processes=2 python=python
+marks=(-m "not slow") processes=3 python=python # 3: some tests wait
 case ${1:-} in
 --all) marks=(-m "not repeated") && shift ;;
 --faults) marks=(-m fault --reliability=docs/reliability.md) && shift ;;

@@ -1,10 +1,10 @@
 """Matrix products by cuBLASLt, called directly for what torch.matmul lacks.
 
-It lacks epilogues with GELU and its derivative, fp8 scales, the addition of another matrix, and the
-fastest algorithm of a shape: PyTorch runs the first that cuBLASLt's heuristic proposes, `matmul`
-times the first CANDIDATES and hopper.py's kernel at the first call of a shape. A deterministic run
-takes the first that runs, since the order of sums differs, of those that do not add partial sums up
-in the output.
+It lacks epilogues with GELU and its derivative, fp8 scales, the addition of another matrix, and a
+choice of algorithm. PyTorch runs the first one that cuBLASLt's heuristic proposes; at the first
+call of a shape `matmul` times the first CANDIDATES and hopper.py's kernel. Another algorithm adds
+in another order, so a deterministic run takes the first one that works, and none that adds partial
+sums up in the output.
 
 Constants and structures: https://docs.nvidia.com/cuda/cublas, section "Using the cuBLASLt API".
 """
@@ -28,7 +28,7 @@ A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 # CUBLASLT_MATMUL_PREF_...
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES = 1, 3
 MIN_ALIGNMENT_BYTES = 5, 6, 7, 8  # of a, b, c and d
-# CUBLASLT_REDUCTION_SCHEME_..., bits: how split-K adds up its parts: in a workspace, in two types
+# CUBLASLT_REDUCTION_SCHEME_..., bits: the type in which split-K adds up its partial sums
 COMPUTE_TYPE, OUTPUT_TYPE = 2, 4
 # CUBLASLT_EPILOGUE_..., bits but for DEFAULT. AUX: GELU writes, or DGELU reads, the pre-activation
 DEFAULT, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128

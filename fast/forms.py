@@ -31,7 +31,7 @@ loss_in_chunks = True  # whether kernels.plain_loss may be computed in chunks of
 def operation(definition):
     """Decorator of an operation in kernels.py: runs its form below, or else its own text."""
     form = FORMS.get(definition.__qualname__)
-    if form is None:
+    if form is None or not same_parameters(form, definition):
         return definition
 
     @functools.wraps(definition)
@@ -42,6 +42,13 @@ def operation(definition):
         return result
 
     return chosen
+
+
+def same_parameters(form, definition):
+    """Whether a form takes what its definition takes, to which an edit may have added more."""
+    own = ["layer" if name == "self" else name for name in inspect.signature(definition).parameters]
+    _, *of_form = inspect.signature(form).parameters
+    return own == of_form
 
 
 def find_edits(definitions):
@@ -148,9 +155,9 @@ def operand(x):
 
 
 def in_fp8(x, *layers):
-    """Whether the GEMMs of all these layers run in fp8 in this call on x (fast/fp8.py, `track`)."""
-    tracked = all(hasattr(layer, "w_amax") and layer.training for layer in layers)
-    return tracked and x.shape[:-1].numel() % 16 == 0  # as GEMMs that sum over the rows need
+    """Whether the GEMMs of all these layers run in fp8 in this call on x: fp8.train_in_fp8's."""
+    train = all(hasattr(layer, "w_amax") and layer.training for layer in layers)
+    return train and x.shape[:-1].numel() % 16 == 0  # as GEMMs that sum over the rows need
 
 
 def weight_of(layer):
@@ -242,7 +249,7 @@ def rotated(_, x, cos, sin):
         return Rotation.apply(x, cos, sin)
 
 
-def attention(_, q, k, v, *options):
+def attention(_, q, k, v, backend, dropout=0.0):
     """None but for a count: PyTorch chooses among its kernels, and scale/ has the other forms."""
     if counting is not None and "attention" not in edits:
         return counting.attended(q, k, v)
@@ -263,10 +270,11 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
     return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, vocab_size, softcap)
 
 
-def plain_loss(definition, x, weight, targets, *options):
+def plain_loss(definition, x, weight, targets, reduction, vocab_size, softcap):
     if not loss_in_chunks or targets.numel() <= chunks.rows_that_fit(weight):
         return None
     compiled = torch.compiler.is_compiling()
+    options = reduction, vocab_size, softcap
     return chunks.chunked(definition, compiled, x, weight, targets, *options)
 
 

@@ -292,9 +292,10 @@ def _values(
     x, beside, second, third, rows, cols, inside, M, rest, width, HEADS: tl.constexpr,
     WHAT: tl.constexpr,
 ):  # fmt: skip
-    """(the values to cast, of DSWIGLU those of gate; those of up, of others the same), float32.
+    """Two float32 tensors: the values to cast, and for DSWIGLU the gradients of up.
 
-    x, beside: from row 0 of `rows` on. M: the rows of all programs; rest: those from x on.
+    The first are then those of gate; for others both are the same. x and beside point to row 0 of
+    `rows`. M: the rows of the whole matrix; rest: those from there to its end.
     """
     in_gate = rows * (2 * width) + cols  # where gate and up are side by side
     in_row = rows * width + cols
@@ -349,9 +350,10 @@ def _update_scale(
 ):  # fmt: skip
     """The scale of this call, from the amax that the last call saw.
 
-    At the first call there is none, and after a call that saw zeros alone it says nothing, as in
-    the first steps of a model whose projections start at zero. The scale then comes from the amax
-    of x itself: each program looks at a part of x, and the last one to end writes the result.
+    Where that call saw zeros alone, the amax that its own scale came from is used again. Where
+    there is none either (at the first call, and in the first steps of a model whose projections
+    start at zero), the amax of x itself is taken: each program looks at a part of x, and the last
+    one to end writes the result.
     """
     used = amax  # what the last call's scale came from
     seen = amax + 1  # the amax of the last call itself, then of this one
@@ -579,7 +581,10 @@ def gather_in_8_bits(layers, ranks):
     """
     for layer in layers:
         if hasattr(layer, "w_amax") and layer.weight.size(0) % ranks == 0:
-            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(ShardIn8Bits))
+            before = layer.weight
+            shard = before.detach().as_subclass(ShardIn8Bits)
+            layer.weight = nn.Parameter(shard, before.requires_grad)
+            vars(layer.weight).update(vars(before))  # an edit's attributes
             layer.w_amax = layer.w_amax.new_zeros(())
 
 
@@ -587,9 +592,9 @@ class ShardIn8Bits(Tensor):
     """A rank's rows of a weight, gathered in e4m3 through FSDP2's hooks, the two fsdp_* methods.
 
     The gathered parameter is nominally a bf16 tensor (N, K), so that its gradient is bf16; its
-    bytes hold the weight in e4m3 and then its transpose, both made once per gather. Only
-    `forward_product` and `Widened` may read it: an edit that reads layer.weight needs another
-    precision or --parallel=ddp.
+    bytes hold the weight in e4m3 and then its transpose, both made once per gather. `product` and
+    `Widened` alone understand them: fsdp.shard gathers in bf16 the weight of a layer that other
+    code reads.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl

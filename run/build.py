@@ -239,9 +239,10 @@ def choose_fp8_layers(model):
 def compile_model(model, sharded=False):
     """Compiles a model in place: state-dict keys keep their names, all blocks share one graph.
 
-    optimize_ddp would cut a block's graph where a bucket ends; remat=selective would keep all
-    (torch 2.11). Its cache is told of edited code by a digest of it: no graph holds the backward of
-    a custom operator.
+    DDP's optimizer of graphs, optimize_ddp, is off: it would cut a block's graph where a bucket
+    ends, and remat=selective would then keep every activation (torch 2.11). No graph contains the
+    backward of a custom operator, so that the compile cache would not notice an edit of it; it is
+    given a digest of our code.
     """
     # so many, since training, validation and HellaSwag have their own shapes
     torch._dynamo.config.recompile_limit = 64

@@ -252,13 +252,13 @@ class Evaluations:
             raise UserError(f"evaluation {name!r} returned {type(found).__name__}; {expected}")
         figures = {"seconds": parallel.synchronize(device) - began}
         for figure, value in found.items():
-            figures[figure] = plain(name, figure, value)
+            figures[figure] = loggable(name, figure, value)
         return figures
 
 
-def plain(evaluation, name, value):
+def loggable(evaluation, name, value):
     """A figure as log.jsonl can hold it; a tensor or an array with one element as a number."""
-    if name in ("step", "kind"):
+    if name in ("step", "kind", "seconds"):
         raise UserError(
             f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another"
         )

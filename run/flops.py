@@ -124,8 +124,9 @@ class ModelAnalysis:
     """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
     unused: parameters without a gradient. regular: every block ran once. bypassed: one ran without
-    attn.core. draws: one drew from numpy's or Python's random numbers. updates: what it changed of
-    blocks: buffers, and what is unsaved: attributes of any module that are from the call before.
+    attn.core. draws: one drew from numpy's or Python's random numbers. unsaved: names of
+    attributes, numbers or tensors, that one forward leaves for the next, and that no checkpoint
+    has. updates: names of the buffers and unsaved attributes of blocks that a forward changes.
     read_elsewhere: names of the blocks' linear layers whose weight is read by something other than
     an operation of kernels.py. problem: why the forward could not be run without values, so that
     nothing of this is known: values may decide which parameters it uses.
@@ -166,10 +167,7 @@ class ModelAnalysis:
         self.new = []
         self.draws = drawn.found
         self.unsaved = edits.changed_numbers(numbers)
-        if not self.problem:
-            self.unsaved += edits.read_from_before(model)
-        found = [name for name, now in edits.versions(model).items() if now != versions.get(name)]
-        self.updates = [name for name in found + self.unsaved if name.startswith("blocks.")]
+        changed = edits.changed_buffers(model, versions)
         self.regular = self.bypassed = False
         self.unused, self.read_elsewhere = [], []
         if not self.problem:
@@ -178,6 +176,8 @@ class ModelAnalysis:
             self.unused = [
                 n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
             ]
+            self.unsaved += edits.read_from_before(model)  # last, since it runs the model again
+        self.updates = [name for name in changed + self.unsaved if name.startswith("blocks.")]
         for name, layer in model.blocks.named_modules(prefix="blocks"):
             if isinstance(layer, torch.nn.Linear) and (self.problem or layer.weight in read.found):
                 self.read_elsewhere.append(name)
@@ -226,16 +226,17 @@ class ModelAnalysis:
         return rows
 
 
-def count_call(runs, core, *inputs):
+def count_call(runs, core, *inputs, **named):
     """Calls what stands in attention's place."""
     runs["attention"] += 1
-    return core(*inputs)
+    return core(*inputs, **named)
 
 
 def flops_per_token(model, cfg, operations):
     """FLOPs of a token for MFU.
 
-    Padding rows and recomputation do not count; attention counts as without document masks.
+    Padding rows and recomputation do not count, nor does attention with document masks, whose FLOPs
+    the data decide.
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:

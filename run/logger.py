@@ -179,7 +179,7 @@ class Logger:
         self.seconds_before, self.steps_before = state.seconds, state.step
         self.last_step = None
         if not self.cfg.max_seconds:
-            self.last_step, _ = optim.plan(self.cfg, state.step, state.tokens)
+            self.last_step, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
         words = " ".join(
             f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()
         )

@@ -110,11 +110,11 @@ class Ulysses:
         self.core, self.ranks = core, ranks
         self.told = "heads" in inspect.signature(innermost(core)).parameters
 
-    def __call__(self, q, k, v, *options):
+    def __call__(self, q, k, v, *options, **named):
         """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
         ranks, N = self.ranks, self.ranks.size
         if not ranks.on:
-            return self.core(q, k, v, *options)
+            return self.core(q, k, v, *options, **named)
         if q.size(-1) != v.size(-1):
             widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
             raise UserError(
@@ -125,7 +125,7 @@ class Ulysses:
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
         parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
-        y = self.attend(ranks.rank, q, k, v, *options)
+        y = self.attend(ranks.rank, q, k, v, *options, **named)
         # y: this rank's tokens, of all heads
         y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
@@ -137,27 +137,29 @@ class Ulysses:
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
         return q, k, v
 
-    def attend(self, rank, q, k, v, *options):
+    def attend(self, rank, q, k, v, *options, **named):
         """The core on the heads of a rank, (B, H/N, T, D)."""
-        if not self.told:
-            return self.core(q, k, v, *options)
-        first = rank * q.size(1)
-        return self.core(q, k, v, *options, heads=slice(first, first + q.size(1)))
+        if self.told:
+            first = rank * q.size(1)
+            named = named | {"heads": slice(first, first + q.size(1))}
+        return self.core(q, k, v, *options, **named)
 
-    def is_head_free(self, q, k, v, *options):
+    def is_head_free(self, q, k, v, *options, **named):
         """Whether the core computes of all heads what it computes of each rank's heads apart.
 
         A core that draws random numbers cannot be compared, and counts as such.
         """
-        y = self.core(q, k, v, *options)
+        y = self.core(q, k, v, *options, **named)
         heads = [x.chunk(self.ranks.size, dim=1) for x in self.repeat_kv_heads(q, k, v)]
         try:
-            parts = [self.attend(rank, *own, *options) for rank, own in enumerate(zip(*heads))]
+            parts = []
+            for rank, own in enumerate(zip(*heads)):
+                parts.append(self.attend(rank, *own, *options, **named))
             same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
         except Exception:
             # of any type: an edit's core may have as many factors as there are heads, say
             return False
-        return bool(same) or not torch.equal(y, self.core(q, k, v, *options))
+        return bool(same) or not torch.equal(y, self.core(q, k, v, *options, **named))
 
 
 class RankBefore:

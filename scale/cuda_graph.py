@@ -239,6 +239,8 @@ def waits(function, *arguments):
         torch.cuda.set_sync_debug_mode("error")
     try:
         function(*arguments)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         return str(error)
     finally:

@@ -1,4 +1,4 @@
-"""What an edited model.py does that would be lost: in `__init__`, and to what no checkpoint holds.
+"""Finds what an edited model.py would lose: first values, and state that no checkpoint holds.
 
 The model is built on PyTorch's meta device, where tensors have no values. Allocating it gives each
 parameter a new tensor, and `initialize` the first values.
@@ -12,21 +12,30 @@ from torch.utils._pytree import tree_leaves
 
 from system.errors import UserError
 
+aten = torch.ops.aten
+# they make tensors without values
+EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default)
+
 
 class Written(TorchDispatchMode):
-    """Within it, notes the tensors that are changed in place, but for those in reset_parameters."""
+    """Within it, notes tensors that are given values, but for those in reset_parameters."""
 
     def __init__(self):
         super().__init__()
         self.tensors = []  # kept, so that no other takes their place in memory
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._schema.is_mutable and not called_by("reset_parameters"):
-            self.tensors += filter(torch.is_tensor, tree_leaves(args[:1]))
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if is_running("reset_parameters"):
+            return result
+        if function._schema.is_mutable:
+            self.tensors += filter(torch.is_tensor, tree_leaves((args[:1], kwargs)))
+        elif function not in EMPTY and not any(r.alias_info for r in function._schema.returns):
+            self.tensors += filter(torch.is_tensor, tree_leaves(result))
+        return result
 
 
-def called_by(name):
+def is_running(name):
     """Whether a function of this name is running."""
     frame = sys._getframe(1)
     while frame and frame.f_code.co_name != name:
@@ -36,7 +45,7 @@ def called_by(name):
 
 def refuse_lost(model, written):
     """Raises UserError for a value, a hook or a tensor of a model on meta that would be lost."""
-    places = {place(tensor) for tensor in written.tensors}
+    places = {storage_of(tensor) for tensor in written.tensors}
     for prefix, module in model.named_modules():
         prefix = f"{prefix}." if prefix else ""
         own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
@@ -52,7 +61,7 @@ def refuse_lost(model, written):
         is_pytorchs = getattr(reset, "__module__", "").startswith("torch.")
         for name, p in module.named_parameters(recurse=False):
             what = f"model.py: {prefix}{name}"
-            if not p.is_meta or is_pytorchs and place(p) in places:
+            if not p.is_meta or is_pytorchs and storage_of(p) in places:
                 why = "is given values in __init__, which are lost: give them in reset_parameters()"
                 raise UserError(f"{what} {why} of a subclass, or by init_std (docs/experiment.md)")
             if p._backward_hooks or p._post_accumulate_grad_hooks:
@@ -83,8 +92,18 @@ def changed_numbers(before):
 
 
 def versions(model):
-    """{name: another value once a buffer was changed or replaced} of a model's buffers."""
-    return {name: (id(b), b._version) for name, b in model.named_buffers()}
+    """{name: (a buffer, how often it was changed so far)} of a model's buffers."""
+    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+
+def changed_buffers(model, before):
+    """Names of the buffers that were changed or replaced since `before`, their `versions`."""
+    found = []
+    for name, buffer in model.named_buffers():
+        earlier, version = before.get(name, (None, 0))
+        if buffer is not earlier or buffer._version != version:
+            found.append(name)
+    return found
 
 
 @torch.no_grad()
@@ -105,5 +124,5 @@ def read_from_before(model):
     return []
 
 
-def place(tensor):
+def storage_of(tensor):
     return tensor.untyped_storage()._cdata

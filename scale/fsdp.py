@@ -25,8 +25,12 @@ def shard(model, cfg, world, analysis=None):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         plain = analysis.read_elsewhere if analysis else ()
-        named = model.blocks.named_modules(prefix="blocks")
-        layers = [module for name, module in named if name not in plain]
+        named = list(model.blocks.named_modules(prefix="blocks"))
+        uses = Counter(getattr(module, "weight", None) for _, module in named)
+        layers = []
+        for name, module in named:
+            if name not in plain and uses[getattr(module, "weight", None)] == 1:
+                layers.append(module)
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
     if analysis and analysis.problem:  # values may decide which parameters a block uses
         for block in model.blocks:
@@ -47,7 +51,7 @@ def shard(model, cfg, world, analysis=None):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
     # {a unit's first module, which FSDP2 takes for the unit: bytes}, for `keep_gathered`
-    model.unit_bytes = {modules[0]: gathered_bytes(modules) for modules in units}
+    model.unit_bytes = {modules[0]: bytes_of_unit(modules) for modules in units}
     # units that are gathered from a step's first forward to its last backward
     model.unsharded_units = []
     if cfg.parallel == "zero2":
@@ -99,7 +103,7 @@ def units_of_blocks(blocks, apart):
     """
     units = []
     for block in blocks:
-        if apart or not units or gathered_bytes([*units[-1], block]) > memory.UNIT_MIB * 2**20:
+        if apart or not units or bytes_of_unit([*units[-1], block]) > memory.UNIT_MIB * 2**20:
             units.append([])
         units[-1].append(block)
     return units
@@ -141,7 +145,7 @@ def refuse_undividable(model, units, cfg):
                 raise UserError(f"parallel={cfg.parallel}: {where} {wrong}")
 
 
-def gathered_bytes(modules):
+def bytes_of_unit(modules):
     """Bytes of their parameters, gathered in 16 bits."""
     return 2 * sum(p.numel() for module in modules for p in module.parameters())
 

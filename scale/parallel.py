@@ -215,13 +215,16 @@ def trained(model):
 
 
 def refuse_changes(model, may_freeze=False):
-    """Raises UserError for what would be ignored by those who know a model as it was made.
+    """Raises UserError if a parameter was frozen or thawed after the model was built.
 
-    DDP, FSDP2 and a CUDA graph know what is trained; an optimizer, what was not frozen.
+    DDP, FSDP2 and a CUDA graph have recorded which parameters are trained, and the optimizer lacks
+    those that were frozen. may_freeze: freezing one is right, as it is without these three. Under
+    FSDP2 a hook on a parameter's gradient is an error as well.
     """
     sharded = isinstance(model, fsdp.FSDPModule)
     for name, p, before in model.trained:
-        if p.requires_grad != before and not (before and may_freeze):
+        frozen_now = before and not p.requires_grad
+        if p.requires_grad != before and not (frozen_now and may_freeze):
             what = f"requires_grad of {name} is {p.requires_grad}, and was {before}"
             raise UserError(f"{what} when the model was built; set it in GPT.__init__")
         if sharded and p._backward_hooks:

@@ -63,8 +63,8 @@ def test_a_number_or_a_word():
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
     text = (
-        "import math\nfrom pathlib import Path\n_half = 4\nn_layer = _half * 2\nlr "
-        "= 1\nname = 'x'\n"
+        "from math import sqrt\nfrom pathlib import Path\n_half = sqrt(16)\n"
+        "n_layer = int(_half * 2)\nlr = 1\nname = 'x'\n"
     )
     (tmp_path / "c.py").write_text(text)
     cfg = make(str(tmp_path / "c.py"), "--name=y")

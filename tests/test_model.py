@@ -292,6 +292,29 @@ def test_an_embedding_with_a_padding_row_has_zeros_there(monkeypatch):
     assert [bool(row.any()) for row in rows] == [True, True, True, False, True]
 
 
+def test_a_padding_row_that_the_head_shares_is_zeros(monkeypatch):
+    made = models.GPT.__init__
+
+    def with_padding(self, cfg):
+        made(self, cfg)
+        self.wte.padding_idx = 3
+
+    monkeypatch.setattr(models.GPT, "__init__", with_padding)
+    weight = build(small(tie_embeddings=True), CPU, 0).head.weight
+    assert not weight[3].any() and weight[2].any()
+
+
+class Scales(torch.nn.Module):
+    """One parameter by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_q = self.of_k = torch.nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.of_q)
+
+
 def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monkeypatch):
     made = models.GPT.__init__
 
@@ -299,6 +322,7 @@ def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monk
         made(self, cfg)
         self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight
         self.blocks[0].mlp.up.weight.note = "mine"
+        self.scales = Scales()
 
     plain = sum(p.numel() for p in build(small(), CPU, 0).parameters())
     monkeypatch.setattr(models.GPT, "__init__", shares)
@@ -306,7 +330,8 @@ def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monk
     shared = model.blocks[0].mlp.up.weight
     assert model.blocks[1].mlp.up.weight is shared and shared.note == "mine"
     assert model.head.weight is model.wte.weight
-    assert sum(p.numel() for p in model.parameters()) == plain - shared.numel()
+    assert model.scales.of_q is model.scales.of_k
+    assert sum(p.numel() for p in model.parameters()) == plain - shared.numel() + 2
 
 
 def test_dropout_only_in_training():

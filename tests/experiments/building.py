@@ -4,12 +4,18 @@ from experiments import patch as modes
 from experiments.loop import CLIP_CALL
 from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, FORWARD, HEAD, MAKE_MLP
 from experiments.patch import Patch
+from experiments.positions import CORE_CALL
 from experiments.shelf import own_optimizer
 
 BLOCKS = (
     "        self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))\n"
 )
 STATE = "    state = training.state\n"
+ROTATED = "    return rotated(layer(x), cos, sin)\n"
+ROPE_CALL = "kernels.rope(q, q_norm, cos, sin),"
+BY_NAME = CORE_CALL.replace("= self.core", "= 1.5 * self.core").replace(
+    "self.drop", "dropout=self.drop"
+)
 MLP_CALL = "self.dropout(self.mlp(self.norm_2(x)))"
 GAIN = """class Gain(nn.Module):
     def __init__(self, cfg):
@@ -113,6 +119,39 @@ PATCHES = [
         (modes.PLAIN, modes.DDP, modes.FSDP),
         sample=(modes.FSDP,),
         refused={modes.FSDP: "blocks.1.mlp.up.weight is shared by blocks; share the module"},
+    ),
+    Patch(
+        "an operation with another parameter",
+        "a kernels.rope that scales, which the fused form does not take",
+        {
+            "kernels.py": [
+                ("def rope(x, layer, cos, sin):\n", "def rope(x, layer, cos, sin, scale=1.0):\n"),
+                (ROTATED, ROTATED.replace("layer(x)", "scale * layer(x)")),
+            ],
+            "model.py": [(ROPE_CALL, ROPE_CALL.replace("sin),", "sin, scale=1.5),"))],
+        },
+        (modes.BLOCK, modes.COMPILED, modes.FSDP),
+        sample=(modes.COMPILED,),
+        settings=dict(positions="rope"),
+    ),
+    Patch(
+        "a core with an argument by name",
+        "as PyTorch's own functions are called",
+        {"model.py": [(CORE_CALL, BY_NAME)]},
+        (modes.BLOCK, modes.ATTENTION, modes.COMPILED, modes.CONTEXT, modes.MASKED),
+        sample=(modes.ATTENTION, modes.CONTEXT),
+    ),
+    refused(
+        "an identity as first value",
+        "which nn.init writes through `out`",
+        of_mlp("nn.init.eye_(self.mlp.up.weight)", MLP_CALL),
+        f"blocks.0.mlp.up.weight {LOST}",
+    ),
+    refused(
+        "a weight made of numbers",
+        "in __init__, in place of the layer's own",
+        of_mlp("self.mlp.up.weight = nn.Parameter(0.1 * torch.ones(4, 4))", MLP_CALL),
+        f"blocks.0.mlp.up.weight {LOST}",
     ),
     refused(
         "nanoGPT's first values",
