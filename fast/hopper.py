@@ -122,8 +122,8 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     a: (M, K); b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns
     float32 (M, N / BN rounded up, 2): the sums, and by how much the shift was raised for them,
     mostly 0. Where a sum would exceed 2^60, the shift is raised until the largest numerator is 1.
-    `out`, (M, N), receives the numerators. softcap: the logits are softcap tanh(a b^T / softcap), no shift is raised, and `out`
-    is multiplied with this derivative.
+    `out`, (M, N), receives the numerators. softcap: the logits are softcap tanh(a b^T / softcap),
+    no shift is raised, and `out` is multiplied with this derivative.
     """
     kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
