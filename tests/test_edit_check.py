@@ -1,6 +1,7 @@
 """fast/edit_check.py: which changes of kernels.py are edits, and what they are said to change."""
 
 import inspect
+import operator
 
 import pytest
 import torch.nn.functional as F
@@ -33,6 +34,13 @@ def test_the_copy_is_that_of_kernels():
     copied = set(edit_check.parsed(edit_check.COPY))
     assert operations | {"gelu", "relu2", "swiglu", "plain_cross_entropy", "cap"} == copied
     assert all(hasattr(kernels, name) and hasattr(kernels_copy, name) for name in copied)
+
+
+@pytest.mark.parametrize("name", forms.FORMS)
+def test_a_form_takes_what_its_definition_takes(name):
+    """Otherwise the definition runs everywhere, without a kernel."""
+    definition = inspect.unwrap(operator.attrgetter(name)(kernels))
+    assert forms.same_parameters(forms.FORMS[name], definition)
 
 
 BIND = "forms.find_edits(globals())"
