@@ -378,126 +378,53 @@ def grows(cfg):
     return all(a < b and s < t for (a, s), (b, t) in itertools.pairwise(stages))
 
 
-# a setting and its values, another one and its values ("not": all but these), why, what to try
+# a setting and its values, another one and its values, why, what to try; "not": all but these
 CONFLICTS = [
-    ("precision", "fp16", "parallel", "not ddp", "which has no loss scaler", "--precision=bf16"),
-    ("precision", "fp16", "optimizer", "not adamw", "which has no loss scaler", "--precision=bf16"),
+    ("precision=fp16", "parallel=not ddp", "which has no loss scaler", "--precision=bf16"),
+    ("precision=fp16", "optimizer=not adamw", "which has no loss scaler", "--precision=bf16"),
+    ("shard_size=not None", "parallel=not hsdp", "which has no groups of ranks", "--parallel=hsdp"),
     (
-        "shard_size",
-        "not None",
-        "parallel",
-        "not hsdp",
-        "which has no groups of ranks",
-        "--parallel=hsdp",
-    ),
-    (
-        "weights",
-        "bf16",
-        "optimizer",
-        "not adamw8bit",
+        "weights=bf16",
+        "optimizer=not adamw8bit",
         "which loses small updates",
         "--optimizer=adamw8bit",
     ),
-    ("weights", "bf16", "precision", "fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
+    ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
+    ("offload_states=True", "parallel=ddp", "which does not shard the model", "--parallel=fsdp"),
+    ("offload_states=True", "optimizer=not adamw", "which needs the GPU", "--optimizer=adamw"),
+    ("deterministic=True", "attention=cudnn", "which adds in no fixed order", "--attention=flash"),
+    ("overwrite=True", "resume=not none", "which goes on with what it removes", "one of them"),
+    ("max_seconds=not None", "max_tokens=not None", "which ends the run too", "one of them"),
+    ("max_seconds=not None", "weight_decay=None", "which counts the steps", "--weight_decay=0.1"),
+    ("max_seconds=not None", "deterministic=True", "which a clock is not", "--max_tokens"),
+    ("batch_schedule=not None", "overfit=True", "which repeats one batch", "one of them"),
+    ("cuda_graph=True", "parallel=not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
+    ("cuda_graph=True", "remat=not none", "which reads the random state", "--remat=none"),
+    ("cuda_graph=True", "offload_states=True", "which copies to the host", "one of them"),
     (
-        "offload_states",
-        "True",
-        "parallel",
-        "ddp",
-        "which does not shard the model",
-        "--parallel=fsdp",
-    ),
-    (
-        "offload_states",
-        "True",
-        "optimizer",
-        "not adamw",
-        "which needs the GPU",
-        "--optimizer=adamw",
-    ),
-    (
-        "deterministic",
-        "True",
-        "attention",
-        "cudnn",
-        "which adds in no fixed order",
-        "--attention=flash",
-    ),
-    (
-        "overwrite",
-        "True",
-        "resume",
-        "not none",
-        "which goes on with what it removes",
-        "one of them",
-    ),
-    ("max_seconds", "not None", "max_tokens", "not None", "which ends the run too", "one of them"),
-    (
-        "max_seconds",
-        "not None",
-        "weight_decay",
-        "None",
-        "which counts the steps",
-        "--weight_decay=0.1",
-    ),
-    ("max_seconds", "not None", "deterministic", "True", "which a clock is not", "--max_tokens"),
-    ("batch_schedule", "not None", "overfit", "True", "which repeats one batch", "one of them"),
-    (
-        "cuda_graph",
-        "True",
-        "parallel",
-        "not ddp",
-        "whose collectives it cannot hold",
-        "--parallel=ddp",
-    ),
-    ("cuda_graph", "True", "remat", "not none", "which reads the random state", "--remat=none"),
-    ("cuda_graph", "True", "offload_states", "True", "which copies to the host", "one of them"),
-    (
-        "cuda_graph",
-        "True",
-        "context_parallel",
-        "not 1",
+        "cuda_graph=True",
+        "context_parallel=not 1",
         "whose collectives it cannot hold",
         "one of them",
     ),
-    ("cuda_graph", "True", "document_mask", "True", "which waits for the GPU", "one of them"),
-    ("remat_tile", "not None", "remat", "none", "which tiles nothing", "--remat=selective"),
-    (
-        "remat_offload",
-        "True",
-        "remat",
-        "none selective",
-        "which keeps too much to move",
-        "--remat=block",
-    ),
-    (
-        "dropout",
-        "not 0 0.0",
-        "remat",
-        "attention",
-        "which would draw other numbers",
-        "--remat=block",
-    ),
-    ("dropout", "not 0 0.0", "document_mask", "True", "whose attention has none", "--dropout=0"),
-    ("attention", "not auto", "document_mask", "True", "which brings its own", "--attention=auto"),
-    (
-        "remat",
-        "attention",
-        "document_mask",
-        "True",
-        "whose parts of a row it mixes",
-        "--remat=block",
-    ),
+    ("cuda_graph=True", "document_mask=True", "which waits for the GPU", "one of them"),
+    ("remat_tile=not None", "remat=none", "which tiles nothing", "--remat=selective"),
+    ("remat_offload=True", "remat=none selective", "which keeps too much to move", "--remat=block"),
+    ("dropout=not 0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),
+    ("dropout=not 0 0.0", "document_mask=True", "whose attention has none", "--dropout=0"),
+    ("attention=not auto", "document_mask=True", "which brings its own", "--attention=auto"),
+    ("remat=attention", "document_mask=True", "whose parts of a row it mixes", "--remat=block"),
 ]
 
 
 def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
     found = []
-    for a, values, b, others, why, other in CONFLICTS:
-        if is_among(getattr(cfg, a), values) and is_among(getattr(cfg, b), others):
-            pair = f"{a}={getattr(cfg, a)} does not go with {b}={getattr(cfg, b)}"
-            found.append(f"{pair}, {why}; try {other}")
+    for first, second, why, advice in CONFLICTS:
+        if holds(cfg, first) and holds(cfg, second):
+            one, other = (condition.partition("=")[0] for condition in (first, second))
+            pair = f"{one}={getattr(cfg, one)} does not go with {other}={getattr(cfg, other)}"
+            found.append(f"{pair}, {why}; try {advice}")
     shards = cfg.shard_size
     if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
         found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
@@ -508,9 +435,13 @@ def conflicts(cfg, ranks):
     return found
 
 
-def is_among(value, values):
-    """Whether a setting has one of `values`, or none of those after "not"."""
-    return (str(value) in values.split()) != values.startswith("not ")
+def holds(cfg, condition):
+    """Whether a setting has one of the values in "setting=values", or none of those after "not"."""
+    name, _, values = condition.partition("=")
+    value = str(getattr(cfg, name))
+    if values.startswith("not "):
+        return value not in values.removeprefix("not ").split()
+    return value in values.split()
 
 
 def shape_conflicts(cfg, ranks):
