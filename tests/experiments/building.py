@@ -101,7 +101,7 @@ PATCHES = [
             *(modes.PLAIN, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION, modes.COMPILED),
             *(modes.SAMPLED, modes.FSDP, modes.CONTEXT, modes.RESUMED_FSDP),
         ),
-        sample=(modes.ATTENTION, modes.FSDP, modes.CONTEXT),
+        sample=(modes.ATTENTION, modes.FSDP),
         settings=dict(n_layer=3),
     ),
     Patch(
@@ -109,7 +109,6 @@ PATCHES = [
         "a module that is a part of several blocks",
         after_blocks("for block in self.blocks:", "    block.mlp = self.blocks[0].mlp"),
         (modes.PLAIN, modes.BLOCK, modes.SELECTIVE, modes.FSDP, modes.RESUMED_FSDP),
-        sample=(modes.FSDP,),
         settings=dict(n_layer=3),
     ),
     Patch(
@@ -131,7 +130,7 @@ PATCHES = [
             "model.py": [(ROPE_CALL, ROPE_CALL.replace("sin),", "sin, scale=1.5),"))],
         },
         (modes.BLOCK, modes.COMPILED, modes.FSDP),
-        sample=(modes.COMPILED,),
+        sample=(),
         settings=dict(positions="rope"),
     ),
     Patch(
@@ -307,7 +306,7 @@ PATCHES = [
             "train.py": [(STATE, STATE + "    state.model.wpe.weight.requires_grad_(True)\n")],
         },
         (modes.DDP, modes.FSDP),
-        sample=(modes.DDP,),
+        sample=(),
         refused=dict.fromkeys(
             ("eager", modes.DDP, modes.FSDP), "requires_grad of wpe.weight is True, and was False"
         ),
@@ -324,7 +323,7 @@ PATCHES = [
         "in State.own, which is empty when a resumed run begins",
         {"train.py": [(CLIP_CALL, CLIP_CALL + GROKFAST)]},
         (modes.RESUMED, modes.FSDP, modes.RESUMED_FSDP),
-        sample=(modes.RESUMED, modes.RESUMED_FSDP),
+        sample=(modes.RESUMED,),
     ),
     Patch(
         "a setting of several numbers",
