@@ -285,6 +285,7 @@ def outside(cfg, rule, bounds):
 
 
 def too_small(cfg, least):
+    """Problems, a line each: settings below their least, {name: value}; see `outside`."""
     return outside(cfg, "at least", least)
 
 

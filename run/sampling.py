@@ -367,7 +367,7 @@ class KVCache:
         self.before[call].index_copy_(-2, positions + 1, x)
         return self.before[call].index_select(-2, positions)
 
-    def attend(self, positions, module, core, q, k, v, *options):
+    def attend(self, positions, module, core, q, k, v, *options, **named):
         """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
         call = module, self.calls[module]  # a block may be used several times
@@ -382,7 +382,7 @@ class KVCache:
             return decode.attention(q, k, v, kept, positions)
         kept.index_copy_(3, positions, torch.stack((k, v)))
         if T > 1 and self.length == 0:
-            return core(q, k, v, *options)
+            return core(q, k, v, *options, **named)
         # repeated, since few kernels take both groups and a mask
         keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)
         seen = self.places[: self.size] <= positions[:, None]

@@ -60,7 +60,7 @@ def choose(cfg, world, micro_step, model, unsaved):
 
 @contextlib.contextmanager
 def as_before(model):
-    """Gives a model's buffers, such as an edit's counter, back the values that they had before."""
+    """Restores a model's buffers, such as an edit's counter, at its end."""
     before = []
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

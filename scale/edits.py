@@ -18,7 +18,7 @@ EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.d
 
 
 class Written(TorchDispatchMode):
-    """Within it, notes tensors that are given values, but for those in reset_parameters."""
+    """Notes the tensors that are given values while it is active, but not by reset_parameters."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def refuse_lost(model, written):
 
 
 def numbers(model):
-    """{name: (its module's attributes, name there, value)} of the attributes with numbers."""
+    """{name: (the module's __dict__, its key there, the value)} of attributes that are numbers."""
     found = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -108,7 +108,7 @@ def changed_buffers(model, before):
 
 @torch.no_grad()
 def read_from_before(model):
-    """Names of the tensors in attributes that a forward left, if another one reads them."""
+    """Names of the attributes with tensors that one forward leaves and the next one reads."""
     kept = {}
     for prefix, module in model.named_modules():
         for name, value in [*vars(module).items()]:

@@ -113,14 +113,14 @@ def unchanged(x):
     return x
 
 
-def attention_apart(divided, q, k, v, *options, **more):
+def attention_apart(divided, q, k, v, *options, **named):
     """In place of attn.core: of each token its own values, and a mean of its query and key.
 
-    divided: the core as a context_parallel.Ulysses, which no `more` goes with. q: (B, H, T, D); k,
-    v: (B, H_kv, T, D) -> (B, H, T, D).
+    divided: the real core in a context_parallel.Ulysses, which tries it on each rank's heads. q:
+    (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D).
     """
     N = divided.ranks.size
-    if N > 1 and not divided.is_head_free(q, k, v, *options):
+    if N > 1 and not divided.is_head_free(q, k, v, *options, **named):
         why = "attn.core depends on which heads it is given: give it a parameter heads=slice(None)"
         raise UserError(f"context_parallel={N} gives each rank some heads, and {why}")
     # RoPE turns q and k by their positions, which a product of the two would not show

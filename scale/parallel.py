@@ -192,14 +192,13 @@ def sync_gradients(model, on):
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
         model.calls = 0
-        refuse_changes(model)
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
-        refuse_changes(model)
         for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
-    else:
-        refuse_changes(model, may_freeze=True)
+    if on:
+        divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
+        refuse_changes(model, may_freeze=not divided)
     yield
     if isinstance(model, DistributedDataParallel) and on and not model.calls:
         what = (

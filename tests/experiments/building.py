@@ -13,9 +13,9 @@ BLOCKS = (
 STATE = "    state = training.state\n"
 ROTATED = "    return rotated(layer(x), cos, sin)\n"
 ROPE_CALL = "kernels.rope(q, q_norm, cos, sin),"
-BY_NAME = CORE_CALL.replace("= self.core", "= 1.5 * self.core").replace(
-    "self.drop", "dropout=self.drop"
-)
+BY_NAME = CORE_CALL.replace("= self.core", "= 1.5 * self.core")
+BY_NAME = BY_NAME.replace("self.backend", "backend=self.backend")
+BY_NAME = BY_NAME.replace("self.dropout", "dropout=self.dropout")
 MLP_CALL = "self.dropout(self.mlp(self.norm_2(x)))"
 GAIN = """class Gain(nn.Module):
     def __init__(self, cfg):
@@ -137,7 +137,10 @@ PATCHES = [
         "a core with an argument by name",
         "as PyTorch's own functions are called",
         {"model.py": [(CORE_CALL, BY_NAME)]},
-        (modes.BLOCK, modes.ATTENTION, modes.COMPILED, modes.CONTEXT, modes.MASKED),
+        (
+            *(modes.BLOCK, modes.ATTENTION, modes.COMPILED, modes.SAMPLED),
+            *(modes.CONTEXT, modes.MASKED),
+        ),
         sample=(modes.ATTENTION, modes.CONTEXT),
     ),
     refused(
