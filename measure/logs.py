@@ -167,7 +167,10 @@ def differences(given):
 
 
 def read(folder):
-    """{kind: {step: line}} of a log; the last line of a step counts, a torn last line does not."""
+    """{kind: {step: line}} of a log; the last line of a step counts, a torn last line does not.
+
+    A run that was resumed at a step takes those behind it anew, so earlier lines of them go.
+    """
     path = Path(folder)
     try:
         if path.is_dir():
@@ -187,9 +190,15 @@ def read(folder):
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a line of a log: {error}") from None
-        else:
-            found.setdefault(entry["kind"], {})[entry["step"]] = entry
+            continue
+        if entry["kind"] == "start":
+            found = {kind: up_to(entry["step"], lines) for kind, lines in found.items()}
+        found.setdefault(entry["kind"], {})[entry["step"]] = entry
     return found
+
+
+def up_to(last, lines):
+    return {step: line for step, line in lines.items() if step <= last}
 
 
 def smooth(values):

@@ -31,7 +31,7 @@ def compare(runs, others):
     check(runs + others)
     side = grouped(runs)
     groups = side + grouped(others)
-    names = differences([recipe(group[0]) for group in groups]) or map(beginning, groups)
+    names = differences([recipe(group[0]) for group in groups]) or beginnings(groups)
     found = [summary(name, group) for name, group in zip(names, groups)]
     if any(group.rows != found[0].rows for group in found):
         what = "not all runs were validated on the same rows, as far as their logs say"
@@ -66,10 +66,15 @@ def recipe(run):
     return {name: text for name, text in run.settings.items() if name not in SEEDS}
 
 
-def beginning(group):
-    """What the names of a group's folders begin with, or else those names."""
-    names = folder_names([run.folder for run in group])
-    return os.path.commonprefix(names).rstrip("_-. 0123456789") or listed(names)
+def beginnings(groups):
+    """What the names of each group's folders begin with, or else those names."""
+    folders = [run.folder for group in groups for run in group]
+    names = dict(zip(folders, folder_names(folders)))
+    found = []
+    for group in groups:
+        own = [names[run.folder] for run in group]
+        found.append(os.path.commonprefix(own).rstrip("_-. 0123456789/") or listed(own))
+    return found
 
 
 def summary(name, group):

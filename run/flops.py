@@ -43,6 +43,8 @@ def peak_flops(device, precision):
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if re.search(r"\b(Laptop|MIG)\b", name):  # a smaller chip of that name, or a part of one
+        return None
     for pattern, peaks in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100
             tflops = peaks[PRECISIONS.index(precision)]

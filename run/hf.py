@@ -286,8 +286,9 @@ def fetch(name, files=FILES):
 def config_json(cfg, dtype, ids):
     """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
     family = family_of(cfg)
-    # the context is block_size, or what RoPE was scaled to if that is longer
-    context = max(cfg.block_size, int(cfg.rope_original * (cfg.rope_factor or 0)))
+    context = cfg.block_size
+    if cfg.positions == "rope" and cfg.rope_factor:
+        context = max(context, int(cfg.rope_original * cfg.rope_factor))
     activation = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     values = vars(cfg) | dict(
         mlp=activation, n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, block_size=context

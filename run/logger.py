@@ -233,12 +233,7 @@ class Logger:
         if self.saved_at is not None:
             longer = ""
             if not stopped:
-                length = "max_steps"
-                if cfg.max_tokens:
-                    length = "max_tokens"
-                elif cfg.max_seconds:
-                    length = "max_seconds"
-                longer = f"a larger --{length} and "
+                longer = f"a larger --{self.length_setting} and "
             place = f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}"
             words = f"{place}; to go on, the same command with {longer}--resume=auto"
         show([*rows, ("checkpoint", words)], self.print)
@@ -246,6 +241,15 @@ class Logger:
             self._try_wandb(self.wandb.finish)
             self.wandb = None
         self.record(kind, step)  # the last line, which a run that was killed lacks
+
+    @property
+    def length_setting(self):
+        """The name of the setting that ends the run."""
+        if self.cfg.max_seconds:
+            return "max_seconds"
+        if self.cfg.max_tokens:
+            return "max_tokens"
+        return "max_steps"
 
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
@@ -390,8 +394,8 @@ class Logger:
         left = self.left(step) or 0
         if left > LONG_RUN:
             days = f"this run takes about {left / 86_400:.0f} days on this machine"
-            advice = "try a smaller --max_steps or recipe, such as config/quickstart.py"
-            self._warn_once("days", f"{days}; {advice}")
+            advice = f"a smaller --{self.length_setting} or recipe, such as config/quickstart.py"
+            self._warn_once("days", f"{days}; try {advice}")
 
     def _warn_of_zeros(self, state):
         """Warns, after some steps, of parameters that are zero, as they were at first.
@@ -439,10 +443,8 @@ class Logger:
             if z > SPIKE:
                 self.recent_losses.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
-                words = (
-                    f"{z:.1f} sigma above its mean {mean:.4f}; "
-                    f"last checkpoint: step {self.saved_at}"
-                )
+                saved = "none yet" if self.saved_at is None else f"step {self.saved_at}"
+                words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: {saved}"
                 self.warn(f"step {step}: loss {loss:.4f} is {words}")
         self.recent_losses.append(loss)
 

@@ -137,9 +137,11 @@ def steps(
     total = T + max_new_tokens
     known = T if lengths is None else int(lengths.min())  # tokens of the shortest row
     generator = torch.Generator(ids.device).manual_seed(seed)
+    if T > limit:  # which no cache holds
+        cached = False
     if cached is True:
         cached = make_cache(model, ids[0], temperature, top_k, rows=B)
-    if cached and T <= limit:
+    if cached:
         yield from cached.steps(ids, known, min(total, limit + 1), seed, lengths)
         ids = cached.ids[:, :total]
         known = ids.size(1)

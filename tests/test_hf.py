@@ -119,6 +119,8 @@ def test_the_context_of_an_export(scaling, context):
         vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling
     )
     assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
+    gpt2 = GPTConfig(block_size=32, **scaling)  # whose table of positions nothing scales
+    assert hf.config_json(gpt2, "float32", {})["n_positions"] == 32
 
 
 @pytest.mark.gpt2

@@ -77,6 +77,14 @@ def test_a_run_of_days_is_told_once(tmp_path, capsys):
     )
 
 
+def test_the_advice_names_the_setting_that_ends_the_run(tmp_path, capsys):
+    log = make(tmp_path, settings=dict(max_seconds=1e6))
+    log.last_step = None
+    for step in (1, 2):
+        take(log, step, 600.0)
+    assert "try a smaller --max_seconds" in capsys.readouterr().out
+
+
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     log = make(tmp_path, log_interval=5)
     for step in range(1, 11):
@@ -191,6 +199,14 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     assert warning.endswith("last checkpoint: step 150")
     _, line = lines(tmp_path)
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
+
+
+def test_a_spike_before_the_first_checkpoint(tmp_path, capsys):
+    log = make(tmp_path)
+    for step in range(SETTLED):
+        log._look_for_spike(step, 1.0)
+    log._look_for_spike(SETTLED, 2.0)
+    assert capsys.readouterr().out.endswith("last checkpoint: none yet\n")
 
 
 @pytest.mark.parametrize("terminal, silent", [(True, 60), (True, 0.02), (False, 0.02)])

@@ -37,6 +37,18 @@ def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
 
+def test_a_run_resumed_from_an_older_checkpoint_has_no_end_of_before(tmp_path):
+    starts = [
+        dict(kind="start", step=step, rows=[["settings", f"lr={step}"]]) for step in (0, 8, 4)
+    ]
+    first = [starts[0], *training(range(1, 11), loss=9.0), {"kind": "done", "step": 10}]
+    second = [starts[1], *training([9, 10]), starts[2], *training([5, 6], loss=2.0)]
+    run = logs.Run(write(tmp_path, first + second))
+    steps, loss = run.series("train", "loss")
+    assert steps.tolist() == [1, 2, 3, 4, 5, 6] and loss.tolist() == [9.0] * 4 + [2.0] * 2
+    assert run.last("done") == 0 and run.settings == {"lr": "4"}
+
+
 def test_smoothing_is_a_centred_mean():
     values = np.zeros(61)  # 61 / 20: a window of 3
     values[30] = 3.0

@@ -48,6 +48,11 @@ def test_greedy_tokens_are_those_without_a_cache(changes, B, T, new):
     assert torch.equal(found, sampling.generate(model, ids, new, temperature=0, cached=False))
 
 
+def test_a_prompt_beyond_block_size_tries_out_no_cache(monkeypatch):
+    monkeypatch.setattr(sampling, "make_cache", None)
+    assert sampling.generate(random_model(), prompt(1, 45), 2).shape == (1, 47)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(
     "changes", [MODELS["gpt2"], MODELS["llama_grouped"]], ids=["gpt2", "llama_grouped"]

@@ -139,6 +139,15 @@ def test_an_edit_is_no_setting_and_pairs_need_seeds_and_rows(tmp_path, capsys):
     )
 
 
+def test_sides_of_the_same_names_have_those_of_their_folders(tmp_path, capsys):
+    sides = {}
+    for side in ("edited", "base"):
+        sides[side] = [run_of(tmp_path / side / f"s{seed}", 2.0, seed=seed) for seed in (1, 2)]
+    lines, _ = printed([*sides["edited"], "--against", *sides["base"]], capsys, tmp_path)
+    expected = f"{tmp_path / 'edited/s'} less {tmp_path / 'base/s'}, with 95% intervals"
+    assert lines[4] == expected
+
+
 def test_runs_of_a_group_have_one_colour(tmp_path, capsys):
     folders = [
         run_of(tmp_path / f"{side}{seed}", 2.0, out_dir=f"{side}{seed}", seed=seed)
