@@ -110,12 +110,10 @@ def draw(runs, x, y, panels=True):
     heights = [3.7, 1.9 * rows] if small else [4.4]  # inches
     with matplotlib.rc_context({"font.size": 9 if panels else 11}):
         figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-        upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[
-            :, 0
-        ]
-        draw_losses(upper, runs, x, y, panels)
+        parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
+        draw_losses(parts[0], runs, x, y, panels)
         for i, panel in enumerate(small, 1):
-            axes = lower[0].add_subplot(rows, math.ceil(len(small) / rows), i)
+            axes = parts[1].add_subplot(rows, math.ceil(len(small) / rows), i)
             axes.set_xlim(figure.axes[0].get_xlim())
             draw_panel(axes, runs, x, panel)
         for axes in figure.axes:
@@ -128,14 +126,17 @@ def draw_losses(part, runs, x, y, panels):
 
     Names and last losses stand at the right.
     """
-    kinds = [kind for kind in LOOKS if any(len(run.series(kind, y)[0]) for run in runs)]
-    loss = Panel(
-        f"loss, {UNITS[y]}: {', '.join(LOOKS[kind] for kind in kinds)}", ("train", "val"), y
-    )
+    looks = []
+    for kind, look in LOOKS.items():
+        if any(len(run.series(kind, y)[0]) for run in runs):
+            looks.append(look)
+    loss = Panel(f"loss, {UNITS[y]}: {', '.join(looks)}", ("train", "val"), y)
     if len(runs) == 1:
         faint = 0.9
+    elif panels:
+        faint = 0.55
     else:
-        faint = 0.55 if panels else 0.35
+        faint = 0.35
     widths = [2, 1] if panels and len(runs) > 1 else [1]
     both = part.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for axes in both:
@@ -177,12 +178,12 @@ def draw_curves(axes, runs, x, panel, faint=1, at_end=False):
                 continue
             at = run.place(steps, x)
             if panel in (RATE, SHARE):
-                values = values / max(values) if panel is SHARE else values
+                if panel is SHARE:
+                    values = values / max(values)
                 axes.plot(at, values, color=run.color, linestyle=run.dash, linewidth=1.2)
             elif kind == "train":
-                values = draw_training(
-                    axes, run, at, values, faint if beside else 1, len(runs) == 1
-                )
+                alpha = faint if beside else 1
+                values = draw_training(axes, run, at, values, alpha, noise=len(runs) == 1)
             else:
                 draw_marks(axes, run, at, values)
             curves.append((at, values))

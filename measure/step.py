@@ -144,11 +144,11 @@ def step(job, next_batch, cfg):
     job.update(totals, norm)
 
 
-def synthetic(cfg, world, count=8):
-    """Endless batches of random tokens as frequent as in text: token n has odds 1/n (Zipf)."""
+def synthetic(cfg, world):
+    """Endless batches, eight in turn, of random tokens: token n has odds 1/n (Zipf), as in text."""
     generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
     odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
-    shape = (count, cfg.batch_size, cfg.block_size + 1)
+    shape = (8, cfg.batch_size, cfg.block_size + 1)
     tokens = torch.multinomial(odds, math.prod(shape), replacement=True, generator=generator)
     batches = []
     for batch in tokens.view(shape).to(world.device):
@@ -180,17 +180,18 @@ def speed(times, cfg, world, analysis):
 
 
 def breakdown(job, next_batch, cfg, world):
-    """Prints a step's GPU time by kind of kernel, the floor, and the kernels that take most."""
+    """Prints a step's GPU time by kind of kernel, the floor, and the 16 kernels that take most."""
     events = profiled(job, next_batch, cfg, world)
     floor = floor_times(cfg, world.device, job.accumulation)
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind, ms in times_by_kind(events, PROFILED).items():
+    for kind, ms in times_by_kind(events).items():
         say(f"{kind:<28}{ms:>10.1f}" + (f"{floor[kind]:>12.1f}" if kind in floor else ""))
     say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
     by_name = {}
     for name, begin, end in events:
         by_name.setdefault(name, []).append(end - begin)
-    for name in sorted(by_name, key=lambda name: -sum(by_name[name]))[:16]:
+    slowest = sorted(by_name, key=lambda name: sum(by_name[name]), reverse=True)
+    for name in slowest[:16]:
         times = by_name[name]
         each = f"{len(times) / PROFILED:7.0f} {statistics.mean(times) * 1e3:12.1f}"
         say(f"  {name[:64]:<64} {sum(times) / PROFILED:10.2f} {each}")
@@ -201,35 +202,31 @@ def floor_times(cfg, device, micro_steps):
 
     Forward and backward both count.
     """
-    heads = [max(1, n // cfg.context_parallel) for n in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (
-        torch.randn(cfg.batch_size, n, cfg.block_size, cfg.head_size, **options) for n in heads
-    )
-    forward = partial(kernels.attention, q, k, v, cfg.attention)
+    qkv = []
+    for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads):
+        own = max(1, heads // cfg.context_parallel)
+        qkv.append(torch.randn(cfg.batch_size, own, cfg.block_size, cfg.head_size, **options))
+    forward = partial(kernels.attention, *qkv, cfg.attention)
     y = forward()
-    backward = partial(torch.autograd.grad, y, (q, k, v), torch.randn_like(y), retain_graph=True)
-    gemms = [
-        work for M, K in cfg.block_matmuls for work in three_matmuls(cfg.rank_tokens, K, M, device)
-    ]
-    head = three_matmuls(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
+    backward = partial(torch.autograd.grad, y, qkv, torch.randn_like(y), retain_graph=True)
+    block = sum(linear_time(cfg.rank_tokens, K, M, device) for M, K in cfg.block_matmuls)
+    head = linear_time(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
     times = {
-        "GEMMs": micro_steps * (cfg.n_layer * sum(map(clock, gemms)) + sum(map(clock, head))),
+        "GEMMs": micro_steps * (cfg.n_layer * block + head),
         "attention": micro_steps * cfg.n_layer * (clock(forward) + clock(backward)),
     }
     return times | {"all": sum(times.values())}
 
 
-def three_matmuls(N, K, M, device):
-    """Calls of a linear layer's three GEMMs, for x: (N, K) and W: (M, K).
-
-    They are x @ W.T, dy @ W and dy.T @ x.
-    """
+def linear_time(N, K, M, device):
+    """ms of a linear layer's three GEMMs, forward and backward, with x: (N, K) and W: (M, K)."""
     options = {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(N, K, **options)
     w = torch.randn(M, K, **options)
     dy = torch.randn(N, M, **options)
-    return [partial(torch.mm, x, w.t()), partial(torch.mm, dy, w), partial(torch.mm, dy.t(), x)]
+    pairs = [(x, w.t()), (dy, w), (dy.t(), x)]  # y, dx and dW
+    return sum(clock(partial(torch.mm, *pair)) for pair in pairs)
 
 
 def clock(work):
@@ -239,20 +236,24 @@ def clock(work):
     return do_bench(work, return_mode="median")
 
 
-def times_by_kind(events, steps):
-    """{kind: ms a step}; idle: without any kernel, all: from the first one to the last."""
-    by_kind = dict.fromkeys(KINDS, 0.0)
+def times_by_kind(events):
+    """{kind: ms a step}; idle: without any kernel, all: from the first one to the last.
+
+    events: [(name, begin, end) in ms] of PROFILED steps. Of NCCL's kernels the time counts in which
+    no other kernel runs.
+    """
+    total = dict.fromkeys(KINDS, 0.0)
     others = []
     for event in events:
         name, begin, end = event
         kind = kind_of(name)
-        by_kind[kind] += (end - begin) / steps
+        total[kind] += end - begin
         if kind != NCCL:
             others.append(event)
-    busy = union(events) / steps
-    by_kind[NCCL] = busy - union(others) / steps
-    wall = (max(end for _, _, end in events) - min(begin for _, begin, _ in events)) / steps
-    return by_kind | {"idle": wall - busy, "all": wall}
+    busy = union(events)
+    wall = max(end for _, _, end in events) - min(begin for _, begin, _ in events)
+    total |= {NCCL: busy - union(others), "idle": wall - busy, "all": wall}
+    return {kind: ms / PROFILED for kind, ms in total.items()}
 
 
 def profiled(job, next_batch, cfg, world):

@@ -139,16 +139,7 @@ class ModelAnalysis:
             model = models.on_meta(cfg)
         edits.refuse_lost(model, written)
         drawn = generators.Drawn()
-        runs = Counter()  # {a block, or "attention": calls}
-        blocks = set(model.blocks)  # an edit may have one of them several times
-        for block in blocks:
-            block.register_forward_pre_hook(drawn.begin)
-            block.register_forward_hook(drawn.end)
-            block.register_forward_hook(lambda block, *_: runs.update([block]))
-        for module in model.modules():
-            core = getattr(module, "core", None)
-            if core is kernels.attention or isinstance(module, models.Attention):
-                module.core = partial(count_call, runs, core)
+        runs = count_runs(model, drawn)
         numbers = edits.numbers(model)
         versions = edits.versions(model)
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
@@ -173,11 +164,12 @@ class ModelAnalysis:
         self.regular = self.bypassed = False
         self.unused, self.read_elsewhere = [], []
         if not self.problem:
-            self.bypassed = runs["attention"] < sum(runs[block] for block in blocks)
-            self.regular = all(runs[block] == 1 for block in model.blocks)
-            self.unused = [
-                n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
-            ]
+            of_blocks = {block: runs[block] for block in model.blocks}
+            self.bypassed = runs["attention"] < sum(of_blocks.values())
+            self.regular = all(count == 1 for count in of_blocks.values())
+            for name, p in model.named_parameters():
+                if p.requires_grad and p.grad is None:
+                    self.unused.append(name)
             self.unsaved += edits.read_from_before(model)  # last, since it runs the model again
         self.updates = [name for name in changed + self.unsaved if name.startswith("blocks.")]
         for name, layer in model.blocks.named_modules(prefix="blocks"):
@@ -228,10 +220,26 @@ class ModelAnalysis:
         return rows
 
 
-def count_call(runs, core, *inputs, **named):
-    """Calls what stands in attention's place."""
-    runs["attention"] += 1
-    return core(*inputs, **named)
+def count_runs(model, drawn):
+    """Counter of {a block, or "attention": its runs} from now on; drawn: looks at each block."""
+    runs = Counter()
+
+    def count_block(block, *_):
+        runs[block] += 1
+
+    def count_attention(core, *inputs, **named):
+        runs["attention"] += 1
+        return core(*inputs, **named)
+
+    for block in set(model.blocks):  # an edit may have one of them several times
+        block.register_forward_pre_hook(drawn.begin)
+        block.register_forward_hook(drawn.end)
+        block.register_forward_hook(count_block)
+    for module in model.modules():
+        core = getattr(module, "core", None)
+        if core is kernels.attention or isinstance(module, models.Attention):
+            module.core = partial(count_attention, core)
+    return runs
 
 
 def flops_per_token(model, cfg, operations):

@@ -166,22 +166,15 @@ class Part:
 
 @dataclass
 class ImportedConfig(GPTConfig):
-    # the tokenizer.json beside the weights, or the folder of other such files
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # tokenizer.json beside the weights, or the folder of other files
 
 
 SHAPE = {field.name for field in fields(GPTConfig)}
 # settings that do not change what is computed, or are written or refused by other means
-WITHOUT_EFFECT = {
-    "vocab_multiple",
-    "attention",
-    "dropout",
-    "zero_init",
-    "bias",
-    "n_kv_head",
-    "head_dim",
-}
-WITHOUT_EFFECT |= {"rope_theta", "rope_factor", "rope_original"}
+WITHOUT_EFFECT = set(
+    "vocab_multiple attention dropout zero_init bias n_kv_head head_dim".split()
+    + "rope_theta rope_factor rope_original".split()
+)
 
 
 def family_of(cfg):
@@ -247,7 +240,7 @@ def read_config(folder):
         settings |= {name: hf.get(key) for key, name in family.keys.items()}
         settings["mlp"] = family.mlps[settings["mlp"]]
         if hf["rope_type"] == "llama3":
-            settings["rope_factor"] = hf.get("factor", "absent")
+            settings["rope_factor"] = hf.get("factor", "absent")  # None would mean no scaling
             settings["rope_original"] = hf.get("original_max_position_embeddings")
         cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
         refuse(cfg.problems())
@@ -303,10 +296,13 @@ def config_json(cfg, dtype, ids):
     config |= dict(head_dim=cfg.head_size, attention_bias=cfg.bias, attention_dropout=cfg.dropout)
     config["rope_scaling"] = None
     if cfg.rope_factor:
-        scaling = dict(
-            rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0
+        config["rope_scaling"] = dict(
+            rope_type="llama3",
+            factor=cfg.rope_factor,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=cfg.rope_original,
         )
-        config["rope_scaling"] = scaling | dict(original_max_position_embeddings=cfg.rope_original)
     return config
 
 
@@ -366,46 +362,31 @@ def hf_parts(model, may_have_more=False):
     Raises UserError for an edit of parameters. may_have_more: an edit that only adds some to those
     of a Hugging Face model is allowed.
     """
-    from run.reshard import persistent_buffers
-
     cfg = model.cfg
     family = family_of(cfg)
     own = dict(model.named_parameters())
     parts = {}
-    ends = {}  # {our parameter: its rows that are in parts}
-    for module, theirs in modules_of(cfg, family).items():
-        leaf = module.rpartition(".")[2]
-        ours = module
-        if module == "head" and cfg.tie_embeddings:
-            if not cfg.embed_norm:  # it is the embedding
-                continue
-            ours = "wte"  # without the norm, which is folded into the embedding alone
-        weight = own.get(f"{ours}.weight")
+    for module, theirs in modules_of(cfg, family):
+        weight = own.get(f"{module}.weight")
         if weight is None:
             raise UserError(
-                f"model.py has no {ours}.weight, which a Hugging Face {family.name} has"
+                f"model.py has no {module}.weight, which a Hugging Face {family.name} has"
             )
         in_block = module.startswith("blocks.")
         transposed = family is GPT2 and in_block and weight.dim() == 2
-        normed = leaf == "wte" and cfg.embed_norm
-        has_bias = f"{ours}.bias" in own or (family is GPT2 and (in_block or leaf == "norm"))
-        for name, (first, last) in zip(theirs, rows_of_each(leaf, theirs, len(weight), cfg)):
+        always_has_bias = family is GPT2 and (in_block or module == "norm")
+        for name, (first, last) in zip(theirs, rows_of_each(module, theirs, len(weight), cfg)):
             shape = [last - first, *weight.shape[1:]]
             if transposed:
                 shape.reverse()
-            parts[f"{name}.weight"] = Part(f"{ours}.weight", first, last, shape, transposed, normed)
-            ends[f"{ours}.weight"] = last
-            if has_bias:
-                parts[f"{name}.bias"] = Part(f"{ours}.bias", first, last, [last - first])
-                ends[f"{ours}.bias"] = last
-    more = set()  # of parameters and of rows, which are an edit's
-    for name, end in ends.items():
-        if name in own and end not in (len(own[name]), cfg.vocab_size):
-            more.add(name)
-    if not may_have_more:
-        more |= own.keys() - ends.keys() | persistent_buffers(model).keys()
-    if more:
-        names = f"{', '.join(sorted(more)[:3])} ({len(more)} in all)"
+            normed = cfg.embed_norm and name == family.outer["wte"]
+            parts[f"{name}.weight"] = Part(
+                f"{module}.weight", first, last, shape, transposed, normed
+            )
+            if always_has_bias or f"{module}.bias" in own:
+                parts[f"{name}.bias"] = Part(f"{module}.bias", first, last, [last - first])
+    if edited := without_place(model, parts, may_have_more):
+        names = f"{', '.join(sorted(edited)[:3])} ({len(edited)} in all)"
         raise UserError(
             f"model.py has parameters that a Hugging Face {family.name} does not have: {names}"
         )
@@ -413,30 +394,58 @@ def hf_parts(model, may_have_more=False):
 
 
 def modules_of(cfg, family):
-    """{our module: [theirs]}, with the MLP that a model has."""
-    modules = {ours: [theirs] for ours, theirs in family.outer.items()}
+    """[(our module, [theirs])] of all modules with weights that a Hugging Face model has."""
+    modules = []
+    for ours, theirs in family.outer.items():
+        if ours == "head" and cfg.tie_embeddings:
+            if not cfg.embed_norm:  # it is the embedding
+                continue
+            ours = "wte"  # without the norm, which is folded into the embedding alone
+        modules.append((ours, [theirs]))
     other_mlp = "mlp.up" if cfg.mlp == "swiglu" else "mlp.gate_up"
     for i in range(cfg.n_layer):
         for ours, theirs in family.block.items():
             if ours != other_mlp:
                 names = [f"{family.layers}{i}.{name}" for name in theirs.split()]
-                modules[f"blocks.{i}.{ours}"] = names
+                modules.append((f"blocks.{i}.{ours}", names))
     return modules
 
 
-def rows_of_each(leaf, theirs, rows, cfg):
-    """[(first, last)] of the rows of a module of ours that each of `theirs` has, in their order."""
+def rows_of_each(module, theirs, rows, cfg):
+    """[(first, last)] of our module's `rows` that each of `theirs` has, in their order."""
+    leaf = module.rpartition(".")[2]
     if leaf in ("wte", "head"):
-        rows = cfg.vocab_size
+        return [(0, cfg.vocab_size)]
     if len(theirs) == 1:
         return [(0, rows)]
     if leaf == "up":  # relu2's one matrix is both gate and up of a Llama
         return [(0, rows), (0, rows)]
-    sizes = [cfg.mlp_hidden, cfg.mlp_hidden]
     if leaf == "qkv":
         sizes = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
+    else:  # gate and up
+        sizes = [cfg.mlp_hidden, cfg.mlp_hidden]
     ends = [*itertools.accumulate(sizes)]
     return [*zip([0, *ends], ends)]
+
+
+def without_place(model, parts, may_have_more):
+    """Names of our parameters and buffers that no Part of `parts` is of, or not all rows.
+
+    may_have_more: of the latter alone.
+    """
+    from run.reshard import persistent_buffers
+
+    rows = {part.ours: part.last for part in parts.values()}  # the last part has the last rows
+    found = []
+    for name, p in model.named_parameters():
+        if name not in rows:
+            if not may_have_more:
+                found.append(name)
+        elif rows[name] not in (len(p), model.cfg.vocab_size):  # a table may be padded
+            found.append(name)
+    if not may_have_more:
+        found += persistent_buffers(model)
+    return found
 
 
 def open_tensors(folder, family):
@@ -444,15 +453,13 @@ def open_tensors(folder, family):
 
     They are of one file, model.safetensors, or else of the files that an index names.
     """
-    names, tensors = {"model.safetensors"}, {}
+    tensors = {}
     prefix = family.layers.partition(".")[0] + "."  # absent if the model was saved without its head
-    if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
-        names = {
-            *read_json(folder / INDEX, form={"weight_map": {str: plain_name}})[
-                "weight_map"
-            ].values()
-        }
-    for path in sorted(folder / name for name in names):
+    paths = [folder / "model.safetensors"]
+    if (folder / INDEX).exists() and not paths[0].exists():
+        index = read_json(folder / INDEX, form={"weight_map": {str: plain_name}})
+        paths = sorted(folder / name for name in set(index["weight_map"].values()))
+    for path in paths:
         if not path.is_file():
             raise UserError(
                 f"{path}: missing; pickles (pytorch_model.bin) are not read: convert them first"
@@ -469,9 +476,9 @@ def open_tensors(folder, family):
 
 
 def tie(theirs, family):
-    """Drops the head of a tied model from its slices, if it is the embedding; whether it is.
+    """Whether a tied model's head is its embedding; it is then dropped from the slices `theirs`.
 
-    Where the file has another one, transformers uses both.
+    A file may hold another head, and transformers then uses both.
     """
     wte = f"{family.outer['wte']}.weight"
     head = f"{family.outer['head']}.weight"
@@ -479,7 +486,7 @@ def tie(theirs, family):
         return True
     theirs.setdefault(wte, theirs[head])  # which may be the only copy
     if theirs[wte].get_shape() != theirs[head].get_shape():
-        return True  # and so a misfit
+        return True  # and so `misfits` finds the head
     if (theirs[wte][:] != theirs[head][:]).any():
         return False
     del theirs[head]

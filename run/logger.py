@@ -180,16 +180,14 @@ class Logger:
         self.last_step = None
         if not self.cfg.max_seconds:
             self.last_step, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
-        words = " ".join(
-            f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()
-        )
-        words = words or "all defaults"
-        shown = given.command_line or words
+        pairs = [f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()]
+        settings = " ".join(pairs) or "all defaults"
+        shown = given.command_line or settings
         if self.file:
             shown += " (config.json has all)"
         rows = [describe_device(self.world), *rows]
         show([*rows, ("settings", shown)], self.print)
-        rows.append(("settings", words))
+        rows.append(("settings", settings))
         self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
 
     def saved(self, step, folder):
@@ -225,10 +223,8 @@ class Logger:
         kind = "stopped" if stopped else "done"
         rows = [(kind, f"step {step} after {time.perf_counter() - self.began:,.1f} s")]
         if cfg.max_seconds:
-            left_out = "compilation, evaluation and saving left out"
-            rows.append(
-                ("steps", f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s, {left_out}")
-            )
+            took = f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s"
+            rows.append(("steps", f"{took}, compilation, evaluation and saving left out"))
         words = "none: nothing was saved"
         if self.saved_at is not None:
             longer = ""
@@ -330,10 +326,9 @@ class Logger:
         end = launched.means.moment
         seconds = end.since(self.mark or launched.began)
         self.mark = end
-        first = self.seconds == 0
-        self.seconds = seconds
-        if not first:
+        if self.seconds:  # not the first, which compiles
             self.average = 0.9 * (self.average or seconds) + 0.1 * seconds
+        self.seconds = seconds
         if self.steps_untimed:
             self.steps_untimed -= 1
         else:
@@ -352,20 +347,14 @@ class Logger:
         gib = None
         if device.type == "cuda":
             gib = torch.cuda.max_memory_allocated(device) / 2**30
-        values = dict(
-            loss=loss,
-            lr=launched.lr,
-            norm=norm,
-            dt_ms=seconds * 1e3,
-            tok_per_s=rate,
-            mfu=mfu,
-            gib=gib,
-        )
+        values = dict(loss=loss, lr=launched.lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate)
+        values |= dict(mfu=mfu, gib=gib)
         if extras:
             values["extras"] = extras
         self.record("train", step, tokens=launched.tokens, **values)
         first = self.average is None
-        if step % self.cfg.log_interval and left != 0 and not first:
+        last = left == 0
+        if step % self.cfg.log_interval and not first and not last:
             return
         place = f"{step:>5}"
         if self.last_step:
@@ -385,9 +374,8 @@ class Logger:
         parts["eta"] = f"eta {'n/a' if left is None else tqdm.format_interval(left)}"
         self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
         if extras:
-            self.print(
-                "     " + " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
-            )
+            words = " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
+            self.print(f"     {words}")
 
     def _warn_of_days(self, step):
         """When the second step has shown how long one takes without compilation."""
@@ -404,11 +392,9 @@ class Logger:
         """
         found = parallel.all_zero(state.model)
         if found:
-            why = (
-                "they were zero at first and had no gradient; "
-                "is what they are multiplied with zero too?"
-            )
-            self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}")
+            why = "they were zero at first and had no gradient"
+            advice = "is what they are multiplied with zero too?"
+            self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}; {advice}")
 
     def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.

@@ -33,18 +33,19 @@ class Norms:
         if not self.interval or step % self.interval:
             yield
             return
-        copies = {matrix.weight: local(matrix.weight).clone() for matrix in self.matrices.values()}
-        weights = self.squares(copies)
+        before = {matrix.weight: local(matrix.weight).clone() for matrix in self.matrices.values()}
         grads = {}
-        for p, rows in copies.items():
+        for p, rows in before.items():
             grads[p] = torch.zeros_like(rows) if p.grad is None else local(p.grad)
-        gradients = self.squares(grads)
-        del grads
+        sums = [self.squares(before), self.squares(grads)]
+        del grads  # so that the step frees them
         yield
-        torch._foreach_sub_([*copies.values()], [local(p) for p in copies])
-        sums = torch.stack([weights, gradients, self.squares(copies)])
-        if isinstance(p, DTensor):
-            dist.all_reduce(sums, group=p.device_mesh.get_group("shard"))
+        # from here on the copies hold the update, in place
+        torch._foreach_sub_([*before.values()], [local(p) for p in before])
+        sums = torch.stack([*sums, self.squares(before)])
+        a_weight = next(iter(before))
+        if isinstance(a_weight, DTensor):  # as all are then
+            dist.all_reduce(sums, group=a_weight.device_mesh.get_group("shard"))
         self.log.with_step[step] = functools.partial(self.record, step, parallel.Later(sums))
 
     def squares(self, tensors):
@@ -53,7 +54,7 @@ class Norms:
         tensors: {weight: its rows}.
         """
         rows = [matrix.rows_in(tensors[matrix.weight]) for matrix in self.matrices.values()]
-        if rows[0].is_cpu:  # where `norms` are those of single rows
+        if rows[0].is_cpu:  # where `norms` has one of each row
             return torch.stack([optim.norms([part]).square().sum() for part in rows])
         return optim.norms(rows).square()
 
@@ -82,9 +83,9 @@ def named_matrices(model, cfg):
         name = name.removesuffix(".weight")
         prefix, _, leaf = name.rpartition(".")
         names = [f"{prefix}.{part}" for part in PARTS.get(leaf, ())]
-        if len(names) != len(matrices):
+        if len(matrices) == 1:
             names = [name]
-            if len(matrices) > 1:
-                names = [f"{name}.{i}" for i in range(len(matrices))]
+        elif len(matrices) != len(names):  # of an edit
+            names = [f"{name}.{i}" for i in range(len(matrices))]
         found |= zip(names, matrices)
     return found

@@ -241,10 +241,8 @@ class KVCache:
         self.temperature, self.top_k = temperature, top_k
         self.attentions = context_parallel.attentions(model, "a KV cache")
         self.shifts = context_parallel.previous_modules(model)
-        # {(module, its how many-eth call in a forward): what it was given of each token}
-        self.before = {}
-        # {(attention, its how many-eth call in a forward): (2, B, H_kv, size, D)}
-        self.keys_values = {}
+        self.before = {}  # {call_of a Previous: what it was given of each token}
+        self.keys_values = {}  # {call_of an attention: (2, B, H_kv, size, D)}
         self.calls = Counter()  # of modules in the forward under way
         self.length = 0  # tokens whose keys and values are there
         self.size = 0  # tokens that have room
@@ -359,10 +357,14 @@ class KVCache:
                 else:
                     module.core = core
 
+    def call_of(self, module):
+        """(module, its how many-eth call in this forward): a block may be used several times."""
+        self.calls[module] += 1
+        return module, self.calls[module]
+
     def previous(self, positions, module, x):
         """Previous.core for the tokens at `positions`, x: (B, ..., T, C) -> as x."""
-        call = module, self.calls[module]
-        self.calls[module] += 1
+        call = self.call_of(module)
         if call not in self.before:
             # zeros before the first token
             self.before[call] = x.new_zeros(*x.shape[:-2], len(self.places) + 1, x.size(-1))
@@ -372,8 +374,7 @@ class KVCache:
     def attend(self, positions, module, core, q, k, v, *options, **named):
         """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
-        call = module, self.calls[module]  # a block may be used several times
-        self.calls[module] += 1
+        call = self.call_of(module)
         if call not in self.keys_values:  # zeros, since the mask does not hide NaN in values
             self.keys_values[call] = v.new_zeros(2, B, H_kv, self.size, D)
         kept = self.keys_values[call]

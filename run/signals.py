@@ -194,9 +194,8 @@ class Watch(contextlib.ExitStack):
                 store_seen_at = time.monotonic()
             except RuntimeError as error:  # torch's errors of a store
                 if time.monotonic() - store_seen_at > STORE_GONE and not self._closing.is_set():
-                    why = f"the process that holds the ranks' store is gone ({error})".partition(
-                        "\n"
-                    )[0]
+                    reason = str(error).partition("\n")[0]
+                    why = f"the process that holds the ranks' store is gone ({reason})"
                     tell(f"{self._where()}: {why}")
                     leave(1, why, at_once=True)
 
@@ -263,10 +262,8 @@ def how_lost(error):
     """How a collective lost another rank, in words, if that is what the error says; else None."""
     gloo = r"\[[^]]*/gloo/[^]]*:\d+\] "  # the place in its source: gloo's errors have no type
     if isinstance(error, torch.distributed.DistError) or re.match(gloo, str(error)):
-        return (
-            re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
-            or "no reason"
-        )
+        why = re.sub(rf"^{gloo}|\n.*|\. This is typically .*", "", str(error), flags=re.S)
+        return why or "no reason"
     return None
 
 
@@ -283,15 +280,16 @@ def errors_explained(cfg, world):
         hint = "a block must compute the same each time it runs on the same input; try --remat=none"
         raise UserError(f"remat={cfg.remat}: {why} {hint}") from None
     except RuntimeError as error:
-        if "Sharding propagation failed" in str(error):
-            what = (
-                f"parallel={cfg.parallel}: an operation does not run on rows of a tensor (DTensor)"
-            )
-            why = str(error).strip().partition("\n")[0][:200]
-            raise UserError(f"{what}, such as an optimizer's ({why}); try --parallel=ddp") from None
-        if "mixed torch.Tensor and DTensor" in str(error):
-            what = f"parallel={cfg.parallel}: a parameter is used where FSDP2 has not gathered it"
-            raise UserError(f"{what}; call the block or the model (docs/experiment.md)") from None
+        words = str(error)
+        if "Sharding propagation failed" in words:
+            what = "an operation does not run on rows of a tensor (DTensor), such as an optimizer's"
+            why = words.strip().partition("\n")[0][:200]
+            advice = "try --parallel=ddp"
+            raise UserError(f"parallel={cfg.parallel}: {what} ({why}); {advice}") from None
+        if "mixed torch.Tensor and DTensor" in words:
+            what = "a parameter is used where FSDP2 has not gathered it"
+            advice = "call the block or the model (docs/experiment.md)"
+            raise UserError(f"parallel={cfg.parallel}: {what}; {advice}") from None
         inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
         if inner:
             text = f"{type(inner).__name__}: {inner}".partition("\n")[0]

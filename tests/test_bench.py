@@ -242,7 +242,7 @@ def test_the_kinds_of_kernels_and_the_time_without_any():
         "loss": 0,
         "optimizer": 0,
     }
-    assert step.times_by_kind(events, steps=2) == expected | {"idle": 0.5, "all": 6.0}
+    assert step.times_by_kind(events) == expected | {"idle": 0.5, "all": 6.0}
 
 
 def test_memory_imports_no_torch():
