@@ -70,9 +70,7 @@ def main(cfg):
             if report.get(column):
                 say(make_table(report, column))
         if cfg.out:
-            write_atomic(
-                cfg.out, json.dumps(report, default=handle_non_serializable, indent=1).encode()
-            )
+            write_atomic(cfg.out, json.dumps(report, default=handle_non_serializable, indent=1))
     parallel.stop()
 
 

@@ -63,11 +63,10 @@ class LanguageModel(LM):
             if start == 0:  # something must come before the first token
                 whole = [self.tokenizer.eot, *whole]
                 start = 1
-            if not 0 < len(whole) - start <= self.limit:
-                size = (
-                    f"has {max(0, len(whole) - start):,} tokens, of 1 to block_size={self.limit:,}"
-                )
-                raise DataError(f"the continuation {more[:40]!r} of {before[-40:]!r} {size}")
+            tokens = max(0, len(whole) - start)
+            if not 1 <= tokens <= self.limit:
+                rule = f"has {tokens:,} tokens, of 1 to block_size={self.limit:,}"
+                raise DataError(f"the continuation {more[:40]!r} of {before[-40:]!r} {rule}")
             rows.append(whole)
             starts.append(start)
         return [(-loss, wrong == 0) for loss, wrong in self.scores(rows, starts)]
@@ -82,9 +81,8 @@ class LanguageModel(LM):
         starts = []
         owners = []
         for i, ids in enumerate(self.encode([request.args[0] for request in requests])):
-            for context, more in map(
-                make_disjoint_window, get_rolling_token_windows(ids, **options)
-            ):
+            for window in get_rolling_token_windows(ids, **options):
+                context, more = make_disjoint_window(window)
                 rows.append([*context, *more])
                 starts.append(len(context))
                 owners.append(i)
@@ -106,9 +104,8 @@ class LanguageModel(LM):
         asked = []
         for ids, request in zip(contexts, requests):
             options = self.options(request.args[1])
-            asked.append(
-                (ids[-(self.limit - options["max_gen_toks"]) :] or [self.tokenizer.eot], options)
-            )
+            room = self.limit - options["max_gen_toks"]
+            asked.append((ids[-room:] or [self.tokenizer.eot], options))
 
         def rows(_, alike):
             prompt, options = alike[0]  # the longest
@@ -127,9 +124,10 @@ class LanguageModel(LM):
             found[number] = self.continued(batches[number], self.seed + number)
         for part in parallel.gather_objects(found):
             found |= part
-        return order.get_original(
-            [text for number in range(len(batches)) for text in found[number]]
-        )
+        texts = []
+        for number in range(len(batches)):
+            texts += found[number]
+        return order.get_original(texts)
 
     def encode(self, texts):
         """A list of ids for each text."""
@@ -142,17 +140,14 @@ class LanguageModel(LM):
             return []
         cuts = [max(0, len(row) - (self.limit + 1)) for row in rows]
         if any(cuts):
-            many = (
-                f"{np.count_nonzero(cuts):,} of {len(rows):,} rows exceed block_size={self.limit:,}"
-            )
-            warn(f"{many}: their left is cut off")
+            many = f"{np.count_nonzero(cuts):,} of {len(rows):,} rows"
+            warn(f"{many} exceed block_size={self.limit:,}: their left is cut off")
         rows = [np.array(row[cut:]) for row, cut in zip(rows, cuts)]
         starts = np.array(starts) - cuts
         prepared = hellaswag.Prepared(rows, starts)
         with self.autocast:
-            return hellaswag.over_rows(
-                self.measure, 2, self.model, prepared, self.batch_tokens
-            ).tolist()
+            sums = hellaswag.over_rows(self.measure, 2, self.model, prepared, self.batch_tokens)
+        return sums.tolist()
 
     def measure(self, idx, targets):
         """(B, T) ids and targets -> (B, 2), see `scores`."""
@@ -175,35 +170,34 @@ class LanguageModel(LM):
         rule = f"is not known here; {', '.join(sorted(KNOWN))} are"
         unknown = sorted(options.keys() - known)
         refuse([f"gen_kwargs: {name}={options[name]} {rule}" for name in unknown])
-        if not 0 < options["max_gen_toks"] < self.limit:
-            rule = (
-                f"must be over 0 and below block_size={self.limit}; try --gen_kwargs=max_gen_toks=N"
-            )
-            raise UserError(f"gen_kwargs: max_gen_toks={options['max_gen_toks']} {rule}")
+        most = options["max_gen_toks"]
+        if not 0 < most < self.limit:
+            rule = f"must be over 0 and below block_size={self.limit}"
+            advice = "try --gen_kwargs=max_gen_toks=N"
+            raise UserError(f"gen_kwargs: max_gen_toks={most} {rule}; {advice}")
         return options
 
     def continued(self, batch, seed):
         """The texts that continue a batch of prompts, [(ids, options)], the longest first."""
         options = batch[0][1]
+        most = options["max_gen_toks"]
         prompts = [torch.tensor(ids) for ids, _ in batch]
         lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
-        ids = pad_sequence(prompts, batch_first=True).to(self._device)
-        choice = {
-            "temperature": options["temperature"],
-            "top_k": options.get("top_k"),
-            "seed": seed,
-        }
-        most = options["max_gen_toks"]
-        columns = []  # the first is behind the shortest prompt
+        shortest = len(prompts[-1])
+        columns = []  # of ids; the first is behind the shortest prompt
 
         def texts():
             """[(text, whether it is at its end)]"""
-            rows = torch.stack(columns, 1).tolist()
-            own = [row[len(prompt) - len(prompts[-1]) :] for row, prompt in zip(rows, prompts)]
-            return [self.until(row[:most], options["until"], most) for row in own]
+            found = []
+            for row, prompt in zip(torch.stack(columns, 1).tolist(), prompts):
+                own = row[len(prompt) - shortest :]
+                found.append(self.until(own[:most], options["until"], most))
+            return found
 
+        ids = pad_sequence(prompts, batch_first=True).to(self._device)
+        choice = {"top_k": options.get("top_k"), "seed": seed, "lengths": lengths}
         with self.autocast:
-            for column in sampling.steps(self.model, ids, most, lengths=lengths, **choice):
+            for column in sampling.steps(self.model, ids, most, options["temperature"], **choice):
                 columns.append(column)
                 if len(columns) % LOOK == 0 and all(ended for _, ended in texts()):
                     break

@@ -17,9 +17,9 @@ OURS = "start train val hellaswag norms sample saved done stopped skipped spike"
 SEEDS = ("seed", "shuffle_seed")
 # settings that decide no loss, and name no run
 APART = (
-    "out_dir resume overwrite wandb device batch_size eval_interval eval_tokens hellaswag_interval"
-)
-APART += " sample_interval sample_prompt save_interval keep_last async_save log_interval timeout_s"
+    "out_dir resume overwrite wandb device batch_size eval_interval eval_tokens hellaswag_interval "
+    "sample_interval sample_prompt save_interval keep_last async_save log_interval timeout_s"
+).split()
 
 
 class Run:
@@ -47,14 +47,15 @@ class Run:
     @cached_property
     def settings(self):
         """{name: text} of the settings of the last start, without APART; {} if it lists none."""
-        rows = self.figures.get(("start", "rows"), {0: []})
-        text = " ".join(str(row[-1]) for row in rows[max(rows)] if row[:1] == ["settings"])
+        starts = self.figures.get(("start", "rows"), {0: []})
+        rows = starts[max(starts)]
+        text = " ".join(str(row[-1]) for row in rows if row[:1] == ["settings"])
         try:
             words = shlex.split(text)
         except ValueError:  # older logs do not quote
             words = text.split()
         pairs = [word.split("=", 1) for word in words if "=" in word]
-        return {name: value for name, value in pairs if name not in APART.split()}
+        return {name: value for name, value in pairs if name not in APART}
 
     def series(self, kind, key):
         """(steps, values) of a figure, float arrays without missing values.

@@ -29,17 +29,16 @@ def measure(cfg):
     if cfg.remat_every == "auto":
         cfg.remat_every, why = memory.choose_remat(cfg, cfg.world, budget)
         print(f"remat_every {cfg.remat_every:.3g} ({why})")
-    count = memory.total_and_block_parameters(cfg)[0]
+    count, _ = memory.total_and_block_parameters(cfg)
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
-    gpus = "1 GPU; for more --world=N"
-    if cfg.world > 1:
-        gpus = f"{cfg.world} GPUs, parallel={cfg.parallel}"
-    print(gpus)
+    if cfg.world == 1:
+        print("1 GPU; for more --world=N")
+    else:
+        print(f"{cfg.world} GPUs, parallel={cfg.parallel}")
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):
-        print(
-            f"\nhost memory of a rank; of a host, {memory.ranks_of_host(cfg.world)} times as much"
-        )
+        ranks = memory.ranks_of_host(cfg.world)
+        print(f"\nhost memory of a rank; of a host, {ranks} times as much")
         table(parts)
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")

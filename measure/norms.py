@@ -1,7 +1,6 @@
 """The picture of `plot.py --norms`: where a spike comes from, matrix by matrix."""
 
 import re
-from itertools import chain
 
 import matplotlib
 import numpy as np
@@ -24,7 +23,7 @@ def draw(runs):
         raise UserError("--norms draws one run that was trained with --norms_interval=N")
     keys = [key for kind, key in run.figures if kind == "norms" and key.startswith("weight.")]
     names = by_kind([key.removeprefix("weight.") for key in keys])
-    rows = list(chain(*names.values()))
+    rows = [name for members in names.values() for name in members]
     heights = [1.2, 1 + max(2.5, 0.045 * len(rows))]  # inches
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(11, 1 + sum(heights)), layout="constrained")
@@ -34,9 +33,8 @@ def draw(runs):
             upper.plot(*run.series("train", key), color=ink, linewidth=0.8)
             upper.set_title(key)
         for lower, quantity in zip(axes[1], QUANTITIES):
-            values = over_median(
-                [run.figures["norms", f"{quantity}.{name}"] for name in rows], steps
-            )
+            figures = [run.figures["norms", f"{quantity}.{name}"] for name in rows]
+            values = over_median(figures, steps)
             colors = draw_matrix(lower, steps, values)
             lower.set_title(f"{quantity}: RMS / median of the run")
             label_kinds(lower, names, labelled=quantity == QUANTITIES[0])

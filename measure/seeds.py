@@ -10,10 +10,8 @@ import numpy as np
 from measure.logs import SEEDS, differences, folder_names
 from system.errors import UserError, listed, refuse, warn
 
-ANGLES = np.linspace(0, math.pi / 2, 20_001)
-
-
-FIGURES = {"loss": "loss", "bpb": "bits a byte"}
+FIGURES = {"loss": "loss", "bpb": "bits a byte"}  # {key in a log: in words}
+ANGLES = np.linspace(0, math.pi / 2, 20_001)  # of t_quantile
 
 
 @dataclass
@@ -111,11 +109,8 @@ def table(groups, others):
         found.append(f"{group.name:<{width}}  {len(group.seeds):>5}  {means}{costs}")
     for group in groups:
         for other in others:
-            found += [
-                "",
-                f"{group.name} less {other.name}, with 95% intervals",
-                *welch_and_paired(group, other),
-            ]
+            found += ["", f"{group.name} less {other.name}, with 95% intervals"]
+            found += welch_and_paired(group, other)
     return found
 
 
@@ -165,7 +160,11 @@ def interval_and_verdict(difference, error, freedom):
         return f"{difference:+.4f}  not established: one seed on a side"
     margin = t_quantile(freedom) * error
     low, high = difference - margin, difference + margin
-    verdict = "lower" if high < 0 else "higher" if low > 0 else "not established"
+    verdict = "not established"
+    if high < 0:
+        verdict = "lower"
+    if low > 0:
+        verdict = "higher"
     return f"{difference:+.4f}  {low:+.4f} to {high:+.4f}  {verdict}"
 
 

@@ -50,9 +50,8 @@ def last_step(snapshot):
             if event["time_us"] >= snapshot.get("last_step", 0):
                 found.append(held)
     if not found:
-        raise UserError(
-            "the snapshot has no allocation in the last step; was bench.py step ended before?"
-        )
+        why = "was bench.py step ended before?"
+        raise UserError(f"the snapshot has no allocation in the last step; {why}")
     return found
 
 

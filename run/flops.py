@@ -22,9 +22,9 @@ PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
 # of the patterns in a device's name the first counts
 PEAK_TFLOPS = {
     "B200|GB200": (4500, 2250, 2250, 1125, 75),
-    "H100 PCIe": (1513, 756, 756, 378, 51),
-    "H100 NVL": (1671, 835, 835, 417, 60),
-    "H100|H200|H800": (1979, 989, 989, 494, 67),
+    "H100 PCIe|H800 PCIe": (1513, 756, 756, 378, 51),
+    "H100 NVL|H200 NVL": (1671, 835, 835, 417, 60),
+    "H100|H200|H800|GH200": (1979, 989, 989, 494, 67),
     "A100|A800": (None, 312, 312, 156, 19.5),
     "L40S": (733, 362, 362, 183, 91.6),
     "L4": (242, 121, 121, 60, 30.3),
@@ -43,7 +43,7 @@ def peak_flops(device, precision):
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if re.search(r"\b(Laptop|MIG)\b", name):  # a smaller chip of that name, or a part of one
+    if re.search(r"\b(Laptop|D|MIG)\b", name):  # a smaller chip of that name, or a part of one
         return None
     for pattern, peaks in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100

@@ -30,7 +30,7 @@ class Norms:
     @contextlib.contextmanager
     def around_update(self, step):
         """Around an optimizer's step: the weights before it, its gradients and its update."""
-        if not self.interval or step % self.interval:
+        if not self.matrices or step % self.interval:
             yield
             return
         before = {matrix.weight: local(matrix.weight).clone() for matrix in self.matrices.values()}

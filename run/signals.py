@@ -136,7 +136,7 @@ class Watch(contextlib.ExitStack):
             error = RuntimeError(f"sys.exit({error.code})").with_traceback(error.__traceback__)
         code = getattr(error, "exit_code", 1)
         text = str(error) or type(error).__name__
-        first = self._first(code, text)
+        first = self._announce(code, text)
         if not first and (lost or not isinstance(error, UserError)):
             self._follow()
         if not isinstance(error, UserError):
@@ -148,7 +148,7 @@ class Watch(contextlib.ExitStack):
         error.loud = first
         raise error from None
 
-    def _first(self, code, text):
+    def _announce(self, code, text):
         """Makes an error that this rank has, or sees, known to all; whether it is the first one."""
         cause = json.dumps({"rank": self.world.rank, "code": code, "text": text})
         with contextlib.suppress(RuntimeError):  # the store is gone: each rank that is left tells
@@ -210,7 +210,7 @@ class Watch(contextlib.ExitStack):
             text = f"stopped at once by {name}"
             if self.saves:
                 text += f" in step {self._step}: no step is done that could be saved"
-            if self._first(128 + number, text):
+            if self._announce(128 + number, text):
                 print(text, flush=True)
             self._quit(128 + number, text)
         if not self.asked:
@@ -233,7 +233,7 @@ class Watch(contextlib.ExitStack):
             wrong.append(f"has not gone on for {seconds:.0f} s (timeout_s={self.timeout_s})")
         for words in wrong:
             text = f"{self._where()}: {words}"
-            if self._first(1, text):
+            if self._announce(1, text):
                 tell(f"error: {text}")
         for rank in lost:  # rank 0 need not wait for it
             self._store.set(f"ended/{rank}", "")

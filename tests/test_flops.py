@@ -198,7 +198,8 @@ def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(settin
     ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None), ("NVIDIA L40", "bf16", None),
     ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
     ("NVIDIA GB200", "bf16", 2250), ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("NVIDIA H200 NVL", "bf16", 835),
+    ("NVIDIA GeForce RTX 5090 D", "bf16", None), ("NVIDIA GH200 480GB", "bf16", 989),
 ])  # fmt: skip
 def test_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

@@ -97,6 +97,11 @@ def test_off_it_copies_nothing_and_a_stack_is_one_matrix():
     assert all(len(values) == 1 for values in lines.values())
 
 
+def test_a_model_without_trained_matrices_has_none():
+    with norms.Norms(torch.nn.LayerNorm(4), Config(norms_interval=1), None).around_update(1):
+        pass
+
+
 def test_a_step_whose_loss_is_not_finite_is_measured(data_dir, tmp_path):
     with pytest.raises(UserError, match="is (nan|inf)"):
         train_here(data_dir, tmp_path, norms_interval=1, lr=1e30, clip=None)
