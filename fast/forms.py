@@ -62,7 +62,7 @@ def find_edits(definitions):
         layers_known.add(definitions.get(name))
     loss_in_chunks = True
     if "plain_loss" in edits:
-        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions["plain_loss"]))
+        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions.get("plain_loss")))
 
 
 def enable(device, ops="auto"):
@@ -96,7 +96,8 @@ def fused(name, x, *layers, computes=(), unless=None, inner=0):
     if counting is not None:
         counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
         return False
-    if x.numel() == 0:  # as for an expert that no token chose: kernels take no empty matrix
+    # kernels take rows: no empty matrix, as for an expert that no token chose, and no vector
+    if x.numel() == 0 or x.dim() == 1:
         return False
     return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
 
@@ -122,6 +123,7 @@ def why_not_fused(device_type, dtype, layers, computes, unless):
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
+TRAINED_TABLES = "tables with a gradient"
 
 
 def has_hooks_or_own_forward(*layers):
@@ -130,7 +132,7 @@ def has_hooks_or_own_forward(*layers):
     for layer in layers:
         kind = type(layer)
         known = kind is nn.RMSNorm or (kind in layers_known and kind.__name__ not in edits)
-        if not known or any(getattr(layer, hook) for hook in hooks):
+        if not known or "forward" in vars(layer) or any(getattr(layer, hook) for hook in hooks):
             return True
     return False
 
@@ -222,8 +224,8 @@ def norm(text, _, layer, x):
     unless = {UNUSUAL_NORM: unusual_norm(x, layer)}
     if not fused("norm", x, layer, computes=(text,), unless=unless):
         return None
-    shift = getattr(layer, "bias", None)
-    centred = isinstance(layer, nn.LayerNorm)
+    centred = text == "LayerNorm"
+    shift = layer.bias if centred else None  # a bias that an edit gave an RMSNorm is the edit's
     return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)
 
 
@@ -235,6 +237,7 @@ def rope(_, x, layer, cos, sin):
         OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
+        TRAINED_TABLES: cos.requires_grad or sin.requires_grad,
     }
     inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
     if not fused("rope", x, layer, computes=("rope",), unless=unless, inner=inner):
@@ -245,7 +248,7 @@ def rope(_, x, layer, cos, sin):
 
 
 def rotated(_, x, cos, sin):
-    if "rotated" not in edits:
+    if "rotated" not in edits and not (cos.requires_grad or sin.requires_grad):
         return Rotation.apply(x, cos, sin)
 
 

@@ -15,6 +15,7 @@ import torch.nn as nn
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas, loss
@@ -94,6 +95,7 @@ class LinearFunction(torch.autograd.Function):
         return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
         dx, dw, _ = gradients([flat], Saved(*ctx.saved_tensors), ctx.dtypes, sums=False)
@@ -113,6 +115,7 @@ class QKV(torch.autograd.Function):
         return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         saved = Saved(*ctx.saved_tensors)
         dx, dw, db = gradients(join_heads(dq, dk, dv), saved, ctx.dtypes)
@@ -135,6 +138,7 @@ class MLPFunction(torch.autograd.Function):
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         saved = ctx.saved_tensors  # asked once: a checkpoint does not answer again
         up = Saved(*saved[:5])

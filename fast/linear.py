@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast import cublas, hopper
 from fast.operators import dtypes_of, in_dtype, on_hopper, operator
@@ -39,6 +40,7 @@ class LinearFunction(torch.autograd.Function):
         return linear_forward(ctx, x, weight, bias, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
@@ -79,6 +81,7 @@ class QKV(torch.autograd.Function):
         return split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
         w_dtype, b_dtype = ctx.dtypes

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import fast
 from fast import cublas, hopper
@@ -96,6 +97,7 @@ def summed_loss(chunks):
             return losses.sum()
 
         @staticmethod
+        @once_differentiable
         def backward(ctx, grad):
             dx, dw, *factors = ctx.saved_tensors
             by_row = grad * factors[0][:, None] if factors else grad

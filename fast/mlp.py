@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast import cublas, hopper
 from fast.linear import empty_product, operands, product, weight_gradients
@@ -41,6 +42,7 @@ class MLPFunction(torch.autograd.Function):
         return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w1, w2, before, act = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
