@@ -163,12 +163,12 @@ def in_fp8(x, *layers):
 
 
 def weight_of(layer):
-    """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
+    """The layer's weight as a contiguous matrix, also where FSDP2 gathered it in 8 bits."""
     if counting is not None:
         return counting.weight(layer)
     if hasattr(layer, "w_amax") and layer.w_amax.dim() == 0:
         return fast.fp8.Widened.apply(layer.weight, layer.w_amax)
-    return layer.weight
+    return layer.weight.contiguous()
 
 
 # -- the forms. Each takes the operation's definition and then its arguments, and returns None where
@@ -265,12 +265,13 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
     if not fused("linear_cross_entropy", x, head, computes=("cross_entropy",), unless=unless):
         return None
     x = operand(x)
+    weight = weight_of(head)
     if in_fp8(x, head) and trains:
         ids = targets.flatten().contiguous()
         return fast.fp8.HeadFunction.apply(
-            x, head.weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
+            x, weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
         )
-    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, vocab_size, softcap)
+    return fast.loss.linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap)
 
 
 def plain_loss(definition, x, weight, targets, reduction, vocab_size, softcap):

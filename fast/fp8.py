@@ -72,9 +72,19 @@ def reset(model):
             buffer.zero_()
 
 
+class Operands(NamedTuple):
+    """What the functions below take of a layer that trains in fp8; weight: (N, K), contiguous."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x_amax: Tensor
+    w_amax: Tensor
+    dy_amax: Tensor
+
+
 def operands(layer):
-    """What the functions below take of a layer that trains in fp8."""
-    return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
+    amaxes = [getattr(layer, name) for name in AMAX]
+    return Operands(layer.weight.contiguous(), layer.bias, *amaxes)
 
 
 class Saved(NamedTuple):
@@ -88,11 +98,11 @@ class Saved(NamedTuple):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x W^T + b; x: (..., K) in bf16; layer: its `operands`."""
+    """x W^T + b; x: (..., K) in bf16; layer: its `Operands`, one by one, as autograd needs them."""
 
     @staticmethod
     def forward(ctx, x, *layer):
-        return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
+        return linear_forward(ctx, x, Operands(*layer)).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -112,7 +122,8 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
-        return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
+        y = linear_forward(ctx, x, Operands(*layer))
+        return split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
     @once_differentiable
@@ -126,15 +137,16 @@ class MLPFunction(torch.autograd.Function):
     """As fast.mlp.MLPFunction; casts compute the activation and its derivative."""
 
     @staticmethod
-    def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
+    def forward(ctx, kind, x, *layers):
+        up, down = Operands(*layers[:5]), Operands(*layers[5:])
         ctx.kind = kind
-        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
-        before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax, db_amax)
-        y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, dy_amax, kind)
+        ctx.dtypes = dtypes_of(up.weight, up.bias, down.weight, down.bias)
+        before, of_up, _ = forward_product(x.flatten(0, -2), up)
+        y, of_down, act8 = forward_product(before, down, kind)
         beside = [before]
         if kind == RELU2:
-            beside = [act8, down.x_scale]
-        ctx.save_for_backward(*up, *down, *beside)
+            beside = [act8, of_down.x_scale]
+        ctx.save_for_backward(*of_up, *of_down, *beside)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -150,29 +162,28 @@ class MLPFunction(torch.autograd.Function):
         return None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, *nones, dw2, db2, *nones
 
 
-def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
+def linear_forward(ctx, x, layer):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
-    y, saved, _ = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax, dy_amax)
+    y, saved, _ = forward_product(x.flatten(0, -2), layer)
     ctx.save_for_backward(*saved)
-    ctx.dtypes = dtypes_of(weight, bias)
+    ctx.dtypes = dtypes_of(layer.weight, layer.bias)
     return y
 
 
-def forward_product(x, weight, bias, x_amax, w_amax, dy_amax, what=COPY):
-    """(x W^T + b, Saved, x in fp8); what: see `cast`."""
-    x8, x8t, x_scale, _ = cast([x], x_amax, [], what)
-    if w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
-        w = weight
-        wt = weight.t()
-        w_scale = w_amax
+def forward_product(x, layer, what=COPY):
+    """(a W^T + b, Saved, a in fp8) of the layer's `Operands`; a: what `cast` makes of x."""
+    x8, x8t, x_scale, _ = cast([x], layer.x_amax, [], what)
+    if layer.w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
+        w = layer.weight
+        wt = layer.weight.t()
+        w_scale = layer.w_amax
     else:
-        w8, w8t, w_scale, _ = cast([weight], w_amax, [])
+        w8, w8t, w_scale, _ = cast([layer.weight], layer.w_amax, [])
         w = w8t.t()
         wt = w8.t()
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
     y = product(x8, wt, bias, x.dtype, x_scale, w_scale, True)
-    return y, Saved(x8t, x_scale, w, w_scale, dy_amax), x8
+    return y, Saved(x8t, x_scale, w, w_scale, layer.dy_amax), x8
 
 
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
@@ -711,18 +722,18 @@ def cross_entropy_chunks8(
     all_logits = x.new_empty(rows, P)
     all_grads = x.new_empty(rows, P, dtype=E5M2)
     for start in range(0, N, rows):
-        own = slice(start, start + rows)
+        chunk = slice(start, start + rows)
         logits = all_logits[: N - start]
         grads = all_grads[: N - start]
         grads_t = x.new_empty(P, grads.size(0), dtype=E5M2)
-        cublas.matmul(x8[own], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
+        cublas.matmul(x8[chunk], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
         loss.cross_entropy_rows(
-            logits, targets[own], losses[own], grads, HEAD_SCALE, V, softcap, True
+            logits, targets[chunk], losses[chunk], grads, V, softcap, HEAD_SCALE
         )
         transpose(grads, grads_t)
-        cublas.matmul(grads, w8t.t(), dx[own], scales=(grad_scale, w_scale))
+        cublas.matmul(grads, w8t.t(), dx[chunk], scales=(grad_scale, w_scale))
         before = dw if start else None
-        cublas.matmul(grads_t, x8t[:, own].t(), dw, added=before, scales=(grad_scale, x_scale))
+        cublas.matmul(grads_t, x8t[:, chunk].t(), dw, added=before, scales=(grad_scale, x_scale))
     return losses, dx, dw
 
 

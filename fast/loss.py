@@ -63,20 +63,21 @@ def cross_entropy_chunks(
     needs_logits = grad or not in_product
     all_logits = x.new_empty(rows if needs_logits else 0, P)
     for start in range(0, N, rows):
-        own = slice(start, start + rows)
-        own_x = x[own]
-        logits = all_logits[: N - start]  # with grad their gradients, in the end
+        chunk = slice(start, start + rows)
+        x_chunk = x[chunk]
+        logits = all_logits[: N - start]
+        grads = logits if grad else None  # which replace them
         if in_product:
-            own_x = exponential_rows(
-                own_x, w, targets[own], shifts[own], losses[own], factors[own], logits, V, softcap,
-                grad,
+            x_chunk = exponential_rows(
+                x_chunk, w, targets[chunk], V, softcap,
+                shifts=shifts[chunk], losses=losses[chunk], factors=factors[chunk], grads=grads,
             )  # fmt: skip
         else:
-            cublas.matmul(own_x, w.t(), logits, tune=grad)
-            cross_entropy_rows(logits, targets[own], losses[own], logits, 1.0, V, softcap, grad)
+            cublas.matmul(x_chunk, w.t(), logits, tune=grad)
+            cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V, softcap)
         if grad:
-            cublas.matmul(logits, w, dx[own])
-            cublas.matmul(logits.t(), own_x, dw, added=dw if start else None)
+            cublas.matmul(grads, w, dx[chunk])
+            cublas.matmul(grads.t(), x_chunk, dw, added=dw if start else None)
     return losses, dx, dw, factors
 
 
@@ -115,12 +116,16 @@ def chunk_rows(P):
     return 2 ** max(4, fitting.bit_length() - 1)
 
 
-def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
-    """Fills `losses` (rows,) and, with grad, `grads` (rows, P), scale times that of the logits."""
+def cross_entropy_rows(logits, targets, losses, grads, V, softcap, scale=1.0):
+    """Fills `losses`, (rows,), and `grads`: scale times the gradients of `logits`, (rows, P).
+
+    grads: None, a tensor in 16 bits, which may be `logits` itself, or in e5m2.
+    """
+    given = logits if grads is None else grads  # the kernel takes a pointer in any case
     _cross_entropy[(logits.size(0),)](
-        logits, targets, losses, grads, softcap or 0.0, scale,
-        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
-        DITHER=grads.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+        logits, targets, losses, given, softcap or 0.0, scale,
+        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grads is not None,
+        DITHER=given.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
 
@@ -229,22 +234,22 @@ def target_logits(x, w, targets, softcap):
     return shifts
 
 
-def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
+def exponential_rows(x, w, targets, V, softcap, *, shifts, losses, factors, grads):
     """Losses as log sum exp(logit - target's logit), with exponentials from the GEMM's epilogue.
 
-    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its
-    factor is the gradient of its logits. Returns x with rows times factors, for the weight's
-    gradient.
+    shifts: `target_logits`. Fills `losses`, (rows,), and unless grads is None `factors`, (rows,),
+    and `grads`, (rows, P): a row of it times its factor is the gradient of its logits. Returns x
+    with rows times factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
-    scaled = torch.empty_like(x) if grad else x
+    sums = hopper.exponentials(x, w, shifts, V, grads, softcap)
+    scaled = x if grads is None else torch.empty_like(x)
     rows, C = x.shape
-    P = w.size(0)
     parts = sums.size(1)
     _exponential_rows[(rows,)](
-        grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
-        P=P, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts), WIDTH=hopper.BN,
-        BLOCK=min(2048, power_of_2(C)),
+        x if grads is None else grads,  # the kernel takes a pointer in any case
+        sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
+        P=w.size(0), C=C, CAP=softcap is not None, GRAD=grads is not None, PARTS=power_of_2(parts),
+        WIDTH=hopper.BN, BLOCK=min(2048, power_of_2(C)),
     )  # fmt: skip
     return scaled
 

@@ -1,5 +1,7 @@
 """kernels.py: the plain loss, whole and in chunks, against float64; the choice of a kernel."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn as nn
@@ -166,6 +168,9 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
         assert not has_more(wide) and has_more(layer)  # a layer with a hook is called
+    layer = kernels.Linear(8, 8)
+    layer.forward = torch.sin
+    assert has_more(layer)
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
@@ -178,6 +183,29 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
             kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", forms.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
+
+
+@pytest.mark.parametrize("angles", [4, 8])  # of pairs; of the numbers of a head, each its own
+def test_ropes_tables_have_gradients(angles, monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {"cuda"})
+    x, frequencies = torch.randn(2, 3, 5, 8), torch.rand(angles)
+    dy = torch.randn(2, 3, 5, 8)
+
+    def gradients_of(function):
+        leaves = [t.clone().requires_grad_() for t in (x, frequencies)]
+        table = torch.outer(torch.arange(5.0), leaves[1]).repeat(1, 8 // angles)
+        y = function(leaves[0], table.cos(), table.sin())
+        (dx,) = torch.autograd.grad(
+            function(leaves[0], table.cos().detach(), table.sin().detach()), leaves[0], dy
+        )
+        return dx, *torch.autograd.grad(y, leaves, dy)
+
+    exact = gradients_of(inspect.unwrap(kernels.rotated))
+    torch.testing.assert_close(gradients_of(kernels.rotated), exact)
+    table = torch.randn(5, 8, requires_grad=True)
+    with flops.OperationCounter("cuda", torch.bfloat16) as seen:
+        kernels.rope(x, nn.Identity(), table, table)
+    assert seen.calls["rope", forms.TRAINED_TABLES] == 1
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():
@@ -236,6 +264,19 @@ def test_a_product_that_no_algorithm_computes_is_refused_in_one_line(
     low = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     with pytest.raises(UserError, match="try --precision=bf16$"):
         cublas.matmul(*low, out, tune=tune)
+
+
+def test_a_product_of_other_widths_is_refused():
+    """cuBLASLt would read other numbers."""
+    with pytest.raises(AssertionError, match=r"\(8, 16\), b: \(24, 32\)"):
+        cublas.matmul(torch.zeros(8, 16), torch.zeros(24, 32), torch.zeros(8, 32))
+
+
+def test_a_vector_runs_in_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
+    up, down = kernels.Linear(16, 64), kernels.Linear(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.mlp(torch.randn(16), up, kernels.gelu, down).shape == (16,)
 
 
 def test_calls_without_tokens_run_in_plain_pytorch(monkeypatch):
