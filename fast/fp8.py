@@ -52,14 +52,13 @@ SCALE_PROGRAMS = 64  # programs that share x where its largest value must be fou
 ROOM, GRADIENT_ROOM = 2.0, 64.0
 # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 HEAD_SCALE = 2.0**14
-# buffers of a layer that trains in fp8: of its input, weight, output's gradient
-AMAX = "x_amax", "w_amax", "dy_amax"
 
 
 def train_in_fp8(layer):
     """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
-        for name in AMAX:  # four values each: see `_update_scale`
+        # of its input, weight and output's gradient, four values each: see `_update_scale`
+        for name in ("x_amax", "w_amax", "dy_amax"):
             layer.register_buffer(
                 name, torch.zeros(4, device=layer.weight.device), persistent=False
             )
@@ -83,8 +82,8 @@ class Operands(NamedTuple):
 
 
 def operands(layer):
-    amaxes = [getattr(layer, name) for name in AMAX]
-    return Operands(layer.weight.contiguous(), layer.bias, *amaxes)
+    weight = layer.weight.contiguous()
+    return Operands(weight, layer.bias, layer.x_amax, layer.w_amax, layer.dy_amax)
 
 
 class Saved(NamedTuple):
@@ -190,7 +189,7 @@ def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     w_dtype, b_dtype = dtypes
     sums = sums and b_dtype is not None
-    dy8, dy8t, dy_scale, columns = cast(dy, saved.dy_amax, list(beside), what, True, sums)
+    dy8, dy8t, dy_scale, columns = cast(dy, saved.dy_amax, list(beside), what, e5m2=True, sums=sums)
     dx = product(dy8, saved.w, None, dy[0].dtype, dy_scale, saved.w_scale, True)
     dw = product(dy8t, saved.xt.t(), None, w_dtype, dy_scale, saved.x_scale)
     return dx, dw, in_dtype(columns, b_dtype)
@@ -264,7 +263,8 @@ def cast(
     NORM [stats, weight]        the norm of x; stats: norm_forward's
     SHIFTED_NORM [stats, weight, shift]     likewise
     """
-    assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
+    x = parts[0]
+    assert x.size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     assert len(amax) == 4
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
@@ -279,7 +279,8 @@ def cast(
     room = GRADIENT_ROOM if e5m2 else ROOM
     first_beside, *more = beside or [None]
     heads = first_beside.size(1) if what == GATE else 1
-    inputs = [*parts, *more, *parts, *parts][:3]  # filled up by what is not read
+    inputs = [*parts, *more]
+    inputs += [x] * (3 - len(inputs))  # which the kernels do not read
     inputs.append(first_beside)
     _update_scale[(SCALE_PROGRAMS,)](
         *inputs, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8

@@ -135,46 +135,49 @@ def _cross_entropy(
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled.
+    """One row a program: its loss, and with GRAD scale times the gradients of its logits.
 
-    Of the P columns V are real. They are read in blocks, of which only the last one, `tail`, needs
-    a mask.
+    The loss is log sum exp(logits) - target_logit, the gradients are softmax(logits), less 1 for
+    the target. Of the P columns V are real. They are read in blocks, once for the loss and once for
+    the gradients, but for the last block, `tail`, which alone needs a mask and is kept. FULL: the
+    columns before it.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
     grads += row * P
     target = tl.load(targets + row)
     cols = tl.arange(0, BLOCK)
-    FULL: tl.constexpr = V // BLOCK * BLOCK  # columns of the blocks before the last
+    FULL: tl.constexpr = V // BLOCK * BLOCK
     if target < 0:
         tl.store(losses + row, 0.0)
         if GRAD:
             _store_zeros(grads, cols, 0, P, BLOCK)
         return
-    picked = _capped(tl.load(logits + target), softcap, CAP)
+    target_logit = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
     tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
-    lse = _log_sum_exp(logits, cols, tail, picked, softcap, FULL, CAP, BLOCK)
-    tl.store(losses + row, lse - picked)
+    lse = _log_sum_exp(logits, cols, tail, target_logit, softcap, FULL, CAP, BLOCK)
+    tl.store(losses + row, lse - target_logit)
     if GRAD:
         _store_gradients(
             grads, logits, cols, tail, lse, scale, softcap, P, V, FULL, CAP, DITHER, BLOCK
         )
         tl.debug_barrier()  # the target's own gradient goes over what was stored there
-        own = _ce_grad(picked, target, lse, scale, scale, softcap, CAP, DITHER)
-        tl.store(grads + target, own)
+        of_target = _logit_gradients(target_logit, target, lse, scale, scale, softcap, CAP, DITHER)
+        tl.store(grads + target, of_target)
 
 
 @triton.jit
 def _log_sum_exp(
-    logits, cols, tail, picked, softcap, FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of a row of logits; cols: those of a block.
+    logits, cols, tail, target_logit, softcap,
+    FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a row of logits; cols: 0 to BLOCK.
 
-    exp is taken against the largest of the last block's logits and the target's, `picked`, without
-    a running maximum; in the rare row where that overflows, it is taken again against the true one.
+    exp is taken against `top`, the largest of the last block's logits and the target's, without a
+    running maximum; in the rare row where that overflows, it is taken again against the true one.
     """
-    top = tl.maximum(picked, tl.max(tail))
+    top = tl.maximum(target_logit, tl.max(tail))
     sums = tl.exp2((tail - top) * LOG2E)
     for start in range(0, FULL, BLOCK):
         x = _capped(tl.load(logits + start + cols), softcap, CAP)
@@ -204,13 +207,13 @@ def _store_gradients(
 
     They are stored from the last block on, which the cache still holds, back to the first.
     """
-    grad = _ce_grad(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
+    grad = _logit_gradients(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
     grad = tl.where(FULL + cols < V, grad, 0.0)
     tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
     for back in range(BLOCK, FULL + 1, BLOCK):
         at = FULL - back + cols
         x = _capped(tl.load(logits + at), softcap, CAP)
-        grad = _ce_grad(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
+        grad = _logit_gradients(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
         tl.store(grads + at, grad)
     _store_zeros(grads, cols, FULL + BLOCK, P, BLOCK)  # padding that reaches beyond the last block
 
@@ -278,10 +281,10 @@ def _exponential_rows(
 ):  # fmt: skip
     """One row a program: its loss from partial sums of exponentials relative to the target's.
 
-    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow,
-    those of WIDTH columns come relative to the largest of them, `raised` above the target's logit
-    (in powers of two): a row with such columns, which is rare, is scaled so that all are relative
-    to its largest.
+    sums: hopper.exponentials'. An ignored row's exponentials are zeros, and so are its gradients.
+    Where they would overflow, those of WIDTH columns come relative to the largest of them, `raised`
+    above the target's logit (in powers of two): a row with such columns, which is rare, is scaled
+    so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
@@ -292,10 +295,10 @@ def _exponential_rows(
     part = tl.arange(0, PARTS)
     raised = tl.load(sums + part * 2 + 1, mask=part < parts, other=0.0)
     most = tl.max(raised)
-    own = tl.exp2(-most)  # the target's exponential
+    of_target = tl.exp2(-most)  # the target's exponential
     total = tl.sum(tl.load(sums + part * 2, mask=part < parts, other=0.0) * tl.exp2(raised - most))
-    total = tl.where(total < own, own, total)  # which it is part of, but for rounding
-    at_target = own - total
+    total = tl.where(total < of_target, of_target, total)  # it is part of total, but for rounding
+    at_target = of_target - total
     loss = tl.log(total) + most / LOG2E
     if CAP:
         capped = tl.load(shifts + row) / (LOG2E * softcap)
@@ -319,9 +322,14 @@ def _exponential_rows(
 
 
 @triton.jit
-def _ce_grad(x, at, lse, scale, less, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
-    """The gradient of the logits x in columns `at`; less: scale for the target, 0 for others."""
-    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - less
+def _logit_gradients(
+    x, at, lse, scale, subtracted, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
+):
+    """scale times the gradients of capped logits x of a row, with respect to the logits themselves.
+
+    at: their columns; lse: the row's log sum exp; subtracted: scale for the target, 0 for others.
+    """
+    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - subtracted
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
     if DITHER:
