@@ -124,6 +124,7 @@ def why_not_fused(device_type, dtype, layers, computes, unless):
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
 TRAINED_TABLES = "tables with a gradient"
+REDUCTIONS = ("sum", "none")  # what losses in chunks compute
 
 
 def has_hooks_or_own_forward(*layers):
@@ -259,6 +260,8 @@ def attention(_, q, k, v, backend, dropout=0.0):
 
 
 def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
+    if reduction not in REDUCTIONS:
+        return None
     trains = torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
@@ -275,7 +278,9 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
 
 
 def plain_loss(definition, x, weight, targets, reduction, vocab_size, softcap):
-    if not loss_in_chunks or targets.numel() <= chunks.rows_that_fit(weight):
+    if reduction not in REDUCTIONS or not loss_in_chunks:
+        return None
+    if targets.numel() <= chunks.rows_that_fit(weight):
         return None
     compiled = torch.compiler.is_compiling()
     options = reduction, vocab_size, softcap

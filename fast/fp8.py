@@ -627,8 +627,8 @@ class ShardIn8Bits(Tensor):
         rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
-        size = rows.numel()
-        _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
+        total = rows.numel()
+        _shrink[(cdiv(total, COPY_BLOCK),)](rows, amax, rows8, total, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):

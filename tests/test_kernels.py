@@ -45,6 +45,8 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     for reduction, value in sums.items():
         if reduction == "sum":  # what the fused kernels serve
             loss = kernels.cross_entropy(own, head, targets, "sum", V, cap)
+            mean = kernels.cross_entropy(own, head, targets, "mean", V, cap)
+            torch.testing.assert_close(mean.double(), sums["mean"], rtol=1e-5, atol=1e-5)
         else:
             loss, count = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
             assert torch.equal(count, counts[reduction])
@@ -188,23 +190,20 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
 @pytest.mark.parametrize("angles", [4, 8])  # of pairs; of the numbers of a head, each its own
 def test_ropes_tables_have_gradients(angles, monkeypatch):
     monkeypatch.setattr(forms, "enabled", {"cuda"})
-    x, frequencies = torch.randn(2, 3, 5, 8), torch.rand(angles)
-    dy = torch.randn(2, 3, 5, 8)
+    x, dy = torch.randn(2, 2, 3, 5, 8)
+    frequencies = torch.rand(angles, requires_grad=True)
 
-    def gradients_of(function):
-        leaves = [t.clone().requires_grad_() for t in (x, frequencies)]
-        table = torch.outer(torch.arange(5.0), leaves[1]).repeat(1, 8 // angles)
-        y = function(leaves[0], table.cos(), table.sin())
-        (dx,) = torch.autograd.grad(
-            function(leaves[0], table.cos().detach(), table.sin().detach()), leaves[0], dy
-        )
-        return dx, *torch.autograd.grad(y, leaves, dy)
+    def gradients_of(rotated, trained):
+        angle = torch.outer(torch.arange(5.0), frequencies).repeat(1, 8 // angles)
+        tables = [t if trained else t.detach() for t in (angle.cos(), angle.sin())]
+        leaves = [x.clone().requires_grad_(), frequencies][: 1 + trained]
+        return torch.autograd.grad(rotated(leaves[0], *tables), leaves, dy)
 
-    exact = gradients_of(inspect.unwrap(kernels.rotated))
-    torch.testing.assert_close(gradients_of(kernels.rotated), exact)
-    table = torch.randn(5, 8, requires_grad=True)
+    for trained in (False, True):
+        exact = gradients_of(inspect.unwrap(kernels.rotated), trained)
+        torch.testing.assert_close(gradients_of(kernels.rotated, trained), exact)
     with flops.OperationCounter("cuda", torch.bfloat16) as seen:
-        kernels.rope(x, nn.Identity(), table, table)
+        kernels.rope(x, nn.Identity(), dy[0, 0].requires_grad_(), dy[0, 0])
     assert seen.calls["rope", forms.TRAINED_TABLES] == 1
 
 
