@@ -123,7 +123,6 @@ def why_not_fused(device_type, dtype, layers, computes, unless):
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
-TRAINED_TABLES = "tables with a gradient"
 REDUCTIONS = ("sum", "none")  # what losses in chunks compute
 
 
@@ -220,13 +219,13 @@ def mlp(_, x, up, activation, down):
     )
 
 
-def norm(text, _, layer, x):
-    """text: LayerNorm or RMSNorm."""
+def norm(name, _, layer, x):
+    """name: LayerNorm or RMSNorm, whose forward this is, of an edit's subclass too."""
     unless = {UNUSUAL_NORM: unusual_norm(x, layer)}
-    if not fused("norm", x, layer, computes=(text,), unless=unless):
+    if not fused("norm", x, layer, computes=(name,), unless=unless):
         return None
-    centred = text == "LayerNorm"
-    shift = layer.bias if centred else None  # a bias that an edit gave an RMSNorm is the edit's
+    centred = name == "LayerNorm"
+    shift = layer.bias if centred else None  # an RMSNorm may have one too: an edit's, who adds it
     return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)
 
 
@@ -238,7 +237,7 @@ def rope(_, x, layer, cos, sin):
         OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
-        TRAINED_TABLES: cos.requires_grad or sin.requires_grad,
+        "tables with a gradient": cos.requires_grad or sin.requires_grad,
     }
     inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
     if not fused("rope", x, layer, computes=("rope",), unless=unless, inner=inner):

@@ -21,11 +21,14 @@ CE_BLOCK, CE_WARPS = 2048, 8
 
 
 def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
-    """kernels.cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
+    """kernels.cross_entropy of x in 16 bits and the head's weight, both contiguous.
+
+    "none" has no gradient.
+    """
     ids = targets.flatten().contiguous()
     if reduction == "sum" and torch.is_grad_enabled():
         return LinearCrossEntropy.apply(x, weight, ids, V, softcap, True)
-    losses = cross_entropy_chunks(x.flatten(0, -2).contiguous(), weight, ids, V, softcap, False)[0]
+    losses, *_ = cross_entropy_chunks(x.flatten(0, -2), weight, ids, V, softcap, False)
     return losses.view_as(targets) if reduction == "none" else losses.sum()
 
 
@@ -91,7 +94,7 @@ def summed_loss(chunks):
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, *more):
-            losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
+            losses, *gradients = chunks(x.flatten(0, -2), weight, *more)
             ctx.save_for_backward(*gradients)
             ctx.shape = x.shape
             ctx.nones = (None,) * len(more)

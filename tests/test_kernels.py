@@ -204,7 +204,7 @@ def test_ropes_tables_have_gradients(angles, monkeypatch):
         torch.testing.assert_close(gradients_of(kernels.rotated, trained), exact)
     with flops.OperationCounter("cuda", torch.bfloat16) as seen:
         kernels.rope(x, nn.Identity(), dy[0, 0].requires_grad_(), dy[0, 0])
-    assert seen.calls["rope", forms.TRAINED_TABLES] == 1
+    assert seen.calls["rope", "tables with a gradient"] == 1
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():
