@@ -87,8 +87,8 @@ class RMSNorm(nn.RMSNorm):
 def rope(x, layer, cos, sin):
     """Rotates layer(x): (B, H, T, D) by position, in float32; layer: any norm, or nn.Identity.
 
-    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D).
-    arxiv.org/abs/2104.09864
+    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D), whose two
+    halves are equal: the fused kernel reads the first. arxiv.org/abs/2104.09864
     """
     return rotated(layer(x), cos, sin)
 

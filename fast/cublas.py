@@ -96,18 +96,21 @@ def matmul(
         pointers.append((EPILOGUE_AUX_POINTER, dgelu))
     if scales is not None:  # they change places, as the operands do: see Plan
         pointers += (B_SCALE_POINTER, scales[0]), (A_SCALE_POINTER, scales[1])
+    assert a.shape[1] == b.shape[0], f"a: {tuple(a.shape)}, b: {tuple(b.shape)}"
     types = a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype
-    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue or DEFAULT
+    key = a.device, *a.shape, b.shape[1], a.stride(), b.stride(), types, epilogue
     key += added is not None, fast, torch.are_deterministic_algorithms_enabled()
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS[key] = Plan(*key)
+        plan = PLANS[key] = Plan(
+            a, b, bias, out, epilogue=epilogue or DEFAULT, adds=added is not None, fast=fast
+        )
     for attribute, tensor in pointers:
         plan.set(attribute, ctypes.c_uint64(tensor.data_ptr()))
     if tune and not plan.tuned:
         if added is out:  # every algorithm that is tried would add to it
-            other = torch.empty_like(out)
-            plan.tune(a, b, bias, out=other, added=other)
+            scratch = torch.empty_like(out)
+            plan.tune(a, b, bias, out=scratch, added=scratch)
         else:
             plan.tune(a, b, bias, out, added)
     plan.run(a, b, bias, out, added, plan.fastest)
@@ -118,48 +121,35 @@ PLANS = {}
 
 
 class Plan:
-    """Descriptors and algorithms of one shape.
+    """Descriptors and algorithms of products of one shape, made from the tensors of the first.
 
-    cuBLAS is column-major, so it is asked for out^T = b^T a^T.
+    cuBLAS is column-major, so it is asked for out^T = b^T a^T. adds: whether there is `added`.
     """
 
-    def __init__(
-        self, device, M, K, N, a_strides, b_strides, types, epilogue, adds, fast, deterministic
-    ):
-        a_type, b_type, out_type, bias_type = types
-        a_transposed = a_strides[1] != 1
-        b_transposed = b_strides[1] != 1
-        self.device = device
-        self.deterministic = deterministic
+    def __init__(self, a, b, bias, out, *, epilogue, adds, fast):
+        self.device = a.device
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
         self.tuned = False
         self.fastest = 0
         self.alpha = ctypes.c_float(1)
         self.beta = ctypes.c_float(adds)
         self.descriptor = ctypes.c_void_p()
-        to, float32 = ctypes.byref(self.descriptor), TYPES[torch.float32]
-        call("cublasLtMatmulDescCreate", to, COMPUTE_32F, float32)
-        self.set(TRANSA, ctypes.c_int32(b_transposed))
-        self.set(TRANSB, ctypes.c_int32(a_transposed))
+        to = ctypes.byref(self.descriptor)
+        call("cublasLtMatmulDescCreate", to, COMPUTE_32F, TYPES[torch.float32])
+        self.set(TRANSA, ctypes.c_int32(not rows_contiguous(b)))
+        self.set(TRANSB, ctypes.c_int32(not rows_contiguous(a)))
         self.set(EPILOGUE, ctypes.c_int32(epilogue))
-        if bias_type:
-            self.set(BIAS_DATA_TYPE, ctypes.c_int32(TYPES[bias_type]))
+        if bias is not None:
+            self.set(BIAS_DATA_TYPE, ctypes.c_int32(TYPES[bias.dtype]))
         if epilogue & AUX:
-            self.set(EPILOGUE_AUX_LD, ctypes.c_int64(N))
-        if fast and K <= FAST_TERMS:
+            self.set(EPILOGUE_AUX_LD, ctypes.c_int64(out.size(1)))
+        if fast and a.size(1) <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
-        if b_transposed:
-            b = layout(b_type, K, N, b_strides[1])
-        else:
-            b = layout(b_type, N, K, b_strides[0])
-        if a_transposed:
-            a = layout(a_type, M, K, a_strides[1])
-        else:
-            a = layout(a_type, K, M, a_strides[0])
-        self.layouts = b, a, layout(out_type, N, M, N)
+        self.layouts = layout(b), layout(a), layout(out)
         self.algorithms = self.heuristic()
         # whether hopper.linear computes the same for operands that it takes; its index follows
         # cuBLASLt's
-        self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(device)
+        self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(self.device)
 
     def set(self, attribute, value):  # not by `call`, whose 5 us would hold up fp8
         function = library()[0].cublasLtMatmulDescSetAttribute
@@ -215,12 +205,14 @@ class Plan:
     def tune(self, a, b, bias, out, added):
         """Finds the algorithm that `matmul` runs from now on; writes to out."""
         count = len(self.algorithms)
-        if self.has_hopper and hopper.takes(a, b if b.stride(1) == 1 else b.t(), bias, out):
+        if self.has_hopper and hopper.takes(a, b if rows_contiguous(b) else b.t(), bias, out):
             count += 1
         candidate = functools.partial(self.run, a, b, bias, out, added)
         candidates = [functools.partial(candidate, which) for which in range(count)]
-        choose = first_that_runs if self.deterministic else fastest
-        self.fastest = choose(candidates, self.device)
+        if self.deterministic:
+            self.fastest = first_that_runs(candidates)
+        else:
+            self.fastest = fastest(candidates, self.device)
         if self.fastest is None:
             torch.cuda.synchronize(self.device)  # raises the error of a kernel before, if any
             raise no_algorithm(a, b)
@@ -245,7 +237,7 @@ def runs(function):
     return True
 
 
-def first_that_runs(functions, device):
+def first_that_runs(functions):
     """Index of the first function that runs; None if none does."""
     for which, function in enumerate(functions):
         if runs(function):
@@ -278,9 +270,19 @@ def fastest(functions, device):
     return ranked[0]
 
 
-def layout(dtype, rows, columns, leading_dimension):
-    """Descriptor of a column-major matrix; leading_dimension: elements between its columns."""
+def rows_contiguous(matrix):
+    return matrix.stride(1) == 1
+
+
+def layout(matrix):
+    """Descriptor of a matrix as cuBLAS sees it: column-major, so transposed if rows are contiguous.
+
+    cuBLAS calls the number of elements from one column to the next the leading dimension.
+    """
+    if rows_contiguous(matrix):
+        matrix = matrix.t()
+    rows, columns = matrix.shape
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(matrix.stride(1))
     descriptor = ctypes.c_void_p()
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading_dimension)
-    call("cublasLtMatrixLayoutCreate", ctypes.byref(descriptor), TYPES[dtype], *sizes)
+    call("cublasLtMatrixLayoutCreate", ctypes.byref(descriptor), TYPES[matrix.dtype], *sizes)
     return descriptor

@@ -52,10 +52,10 @@ def bound_by(node):
 
 def trees(nodes):
     """What is compared of the statements that bind a name."""
-    return [ast.dump(without_words(node)) for node in nodes]
+    return [ast.dump(without_what_is_free(node)) for node in nodes]
 
 
-def without_words(node):
+def without_what_is_free(node):
     """The node without docstrings, free methods and `operation`, a decorator not in the copy."""
     if isinstance(node, ast.ClassDef):
         node.body = [part for part in node.body if getattr(part, "name", None) not in FREE_METHODS]

@@ -62,7 +62,7 @@ def find_edits(definitions):
         layers_known.add(definitions.get(name))
     loss_in_chunks = True
     if "plain_loss" in edits:
-        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions["plain_loss"]))
+        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions.get("plain_loss")))
 
 
 def enable(device, ops="auto"):
@@ -96,7 +96,8 @@ def fused(name, x, *layers, computes=(), unless=None, inner=0):
     if counting is not None:
         counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
         return False
-    if x.numel() == 0:  # as for an expert that no token chose: kernels take no empty matrix
+    # kernels take rows: no empty matrix, as for an expert that no token chose, and no vector
+    if x.numel() == 0 or x.dim() == 1:
         return False
     return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
 
@@ -122,6 +123,7 @@ def why_not_fused(device_type, dtype, layers, computes, unless):
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
+REDUCTIONS = ("sum", "none")  # what losses in chunks compute
 
 
 def has_hooks_or_own_forward(*layers):
@@ -130,7 +132,7 @@ def has_hooks_or_own_forward(*layers):
     for layer in layers:
         kind = type(layer)
         known = kind is nn.RMSNorm or (kind in layers_known and kind.__name__ not in edits)
-        if not known or any(getattr(layer, hook) for hook in hooks):
+        if not known or "forward" in vars(layer) or any(getattr(layer, hook) for hook in hooks):
             return True
     return False
 
@@ -161,12 +163,12 @@ def in_fp8(x, *layers):
 
 
 def weight_of(layer):
-    """The layer's weight as a matrix, also where FSDP2 gathered it in 8 bits."""
+    """The layer's weight as a contiguous matrix, also where FSDP2 gathered it in 8 bits."""
     if counting is not None:
         return counting.weight(layer)
     if hasattr(layer, "w_amax") and layer.w_amax.dim() == 0:
         return fast.fp8.Widened.apply(layer.weight, layer.w_amax)
-    return layer.weight
+    return layer.weight.contiguous()
 
 
 # -- the forms. Each takes the operation's definition and then its arguments, and returns None where
@@ -217,13 +219,13 @@ def mlp(_, x, up, activation, down):
     )
 
 
-def norm(text, _, layer, x):
-    """text: LayerNorm or RMSNorm."""
+def norm(name, _, layer, x):
+    """name: LayerNorm or RMSNorm, whose forward this is, of an edit's subclass too."""
     unless = {UNUSUAL_NORM: unusual_norm(x, layer)}
-    if not fused("norm", x, layer, computes=(text,), unless=unless):
+    if not fused("norm", x, layer, computes=(name,), unless=unless):
         return None
-    shift = getattr(layer, "bias", None)
-    centred = isinstance(layer, nn.LayerNorm)
+    centred = name == "LayerNorm"
+    shift = layer.bias if centred else None  # an RMSNorm may have one too: an edit's, who adds it
     return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)
 
 
@@ -235,6 +237,7 @@ def rope(_, x, layer, cos, sin):
         OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
+        "tables with a gradient": cos.requires_grad or sin.requires_grad,
     }
     inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
     if not fused("rope", x, layer, computes=("rope",), unless=unless, inner=inner):
@@ -245,7 +248,7 @@ def rope(_, x, layer, cos, sin):
 
 
 def rotated(_, x, cos, sin):
-    if "rotated" not in edits:
+    if "rotated" not in edits and not (cos.requires_grad or sin.requires_grad):
         return Rotation.apply(x, cos, sin)
 
 
@@ -256,22 +259,27 @@ def attention(_, q, k, v, backend, dropout=0.0):
 
 
 def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
+    if reduction not in REDUCTIONS:
+        return None
     trains = torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
     if not fused("linear_cross_entropy", x, head, computes=("cross_entropy",), unless=unless):
         return None
     x = operand(x)
+    weight = weight_of(head)
     if in_fp8(x, head) and trains:
         ids = targets.flatten().contiguous()
         return fast.fp8.HeadFunction.apply(
-            x, head.weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
+            x, weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
         )
-    return fast.loss.linear_cross_entropy(x, head.weight, targets, reduction, vocab_size, softcap)
+    return fast.loss.linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap)
 
 
 def plain_loss(definition, x, weight, targets, reduction, vocab_size, softcap):
-    if not loss_in_chunks or targets.numel() <= chunks.rows_that_fit(weight):
+    if reduction not in REDUCTIONS or not loss_in_chunks:
+        return None
+    if targets.numel() <= chunks.rows_that_fit(weight):
         return None
     compiled = torch.compiler.is_compiling()
     options = reduction, vocab_size, softcap

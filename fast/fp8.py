@@ -15,6 +15,7 @@ import torch.nn as nn
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._mode_utils import no_dispatch
 
 from fast import cublas, loss
@@ -51,14 +52,13 @@ SCALE_PROGRAMS = 64  # programs that share x where its largest value must be fou
 ROOM, GRADIENT_ROOM = 2.0, 64.0
 # of the logits' gradient, which is in [-1, 1]: e5m2 reaches from 57,344 down to 2^-16
 HEAD_SCALE = 2.0**14
-# buffers of a layer that trains in fp8: of its input, weight, output's gradient
-AMAX = "x_amax", "w_amax", "dy_amax"
 
 
 def train_in_fp8(layer):
     """Makes a linear layer (the head too) train in fp8, if all its widths are multiples of 16."""
     if all(size % 16 == 0 for p in layer.parameters() for size in p.shape):
-        for name in AMAX:  # four values each: see `_update_scale`
+        # of its input, weight and output's gradient, four values each: see `_update_scale`
+        for name in ("x_amax", "w_amax", "dy_amax"):
             layer.register_buffer(
                 name, torch.zeros(4, device=layer.weight.device), persistent=False
             )
@@ -71,9 +71,19 @@ def reset(model):
             buffer.zero_()
 
 
+class Operands(NamedTuple):
+    """What the functions below take of a layer that trains in fp8; weight: (N, K), contiguous."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x_amax: Tensor
+    w_amax: Tensor
+    dy_amax: Tensor
+
+
 def operands(layer):
-    """What the functions below take of a layer that trains in fp8."""
-    return [layer.weight, layer.bias, *(getattr(layer, name) for name in AMAX)]
+    weight = layer.weight.contiguous()
+    return Operands(weight, layer.bias, layer.x_amax, layer.w_amax, layer.dy_amax)
 
 
 class Saved(NamedTuple):
@@ -87,13 +97,14 @@ class Saved(NamedTuple):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x W^T + b; x: (..., K) in bf16; layer: its `operands`."""
+    """x W^T + b; x: (..., K) in bf16; layer: its `Operands`, one by one, as autograd needs them."""
 
     @staticmethod
     def forward(ctx, x, *layer):
-        return linear_forward(ctx, x, *layer).unflatten(0, x.shape[:-1])
+        return linear_forward(ctx, x, Operands(*layer)).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         flat = dy.flatten(0, -2).contiguous()
         dx, dw, _ = gradients([flat], Saved(*ctx.saved_tensors), ctx.dtypes, sums=False)
@@ -110,9 +121,11 @@ class QKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, heads, head_dim, *layer):
-        return split_heads(linear_forward(ctx, x, *layer), x.shape[:-1], heads, head_dim)
+        y = linear_forward(ctx, x, Operands(*layer))
+        return split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         saved = Saved(*ctx.saved_tensors)
         dx, dw, db = gradients(join_heads(dq, dk, dv), saved, ctx.dtypes)
@@ -123,18 +136,20 @@ class MLPFunction(torch.autograd.Function):
     """As fast.mlp.MLPFunction; casts compute the activation and its derivative."""
 
     @staticmethod
-    def forward(ctx, kind, x, w1, b1, x_amax, w1_amax, db_amax, w2, b2, act_amax, w2_amax, dy_amax):
+    def forward(ctx, kind, x, *layers):
+        up, down = Operands(*layers[:5]), Operands(*layers[5:])
         ctx.kind = kind
-        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
-        before, up, _ = forward_product(x.flatten(0, -2), w1, b1, x_amax, w1_amax, db_amax)
-        y, down, act8 = forward_product(before, w2, b2, act_amax, w2_amax, dy_amax, kind)
+        ctx.dtypes = dtypes_of(up.weight, up.bias, down.weight, down.bias)
+        before, of_up, _ = forward_product(x.flatten(0, -2), up)
+        y, of_down, act8 = forward_product(before, down, kind)
         beside = [before]
         if kind == RELU2:
-            beside = [act8, down.x_scale]
-        ctx.save_for_backward(*up, *down, *beside)
+            beside = [act8, of_down.x_scale]
+        ctx.save_for_backward(*of_up, *of_down, *beside)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         saved = ctx.saved_tensors  # asked once: a checkpoint does not answer again
         up = Saved(*saved[:5])
@@ -146,36 +161,35 @@ class MLPFunction(torch.autograd.Function):
         return None, dx.unflatten(0, dy.shape[:-1]), dw1, db1, *nones, dw2, db2, *nones
 
 
-def linear_forward(ctx, x, weight, bias, x_amax, w_amax, dy_amax):
+def linear_forward(ctx, x, layer):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves the operands of `gradients` in ctx."""
-    y, saved, _ = forward_product(x.flatten(0, -2), weight, bias, x_amax, w_amax, dy_amax)
+    y, saved, _ = forward_product(x.flatten(0, -2), layer)
     ctx.save_for_backward(*saved)
-    ctx.dtypes = dtypes_of(weight, bias)
+    ctx.dtypes = dtypes_of(layer.weight, layer.bias)
     return y
 
 
-def forward_product(x, weight, bias, x_amax, w_amax, dy_amax, what=COPY):
-    """(x W^T + b, Saved, x in fp8); what: see `cast`."""
-    x8, x8t, x_scale, _ = cast([x], x_amax, [], what)
-    if w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
-        w = weight
-        wt = weight.t()
-        w_scale = w_amax
+def forward_product(x, layer, what=COPY):
+    """(a W^T + b, Saved, a in fp8) of the layer's `Operands`; a: what `cast` makes of x."""
+    x8, x8t, x_scale, _ = cast([x], layer.x_amax, [], what)
+    if layer.w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
+        w = layer.weight
+        wt = layer.weight.t()
+        w_scale = layer.w_amax
     else:
-        w8, w8t, w_scale, _ = cast([weight], w_amax, [])
+        w8, w8t, w_scale, _ = cast([layer.weight], layer.w_amax, [])
         w = w8t.t()
         wt = w8.t()
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
     y = product(x8, wt, bias, x.dtype, x_scale, w_scale, True)
-    return y, Saved(x8t, x_scale, w, w_scale, dy_amax), x8
+    return y, Saved(x8t, x_scale, w, w_scale, layer.dy_amax), x8
 
 
 def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     w_dtype, b_dtype = dtypes
     sums = sums and b_dtype is not None
-    dy8, dy8t, dy_scale, columns = cast(dy, saved.dy_amax, list(beside), what, True, sums)
+    dy8, dy8t, dy_scale, columns = cast(dy, saved.dy_amax, list(beside), what, e5m2=True, sums=sums)
     dx = product(dy8, saved.w, None, dy[0].dtype, dy_scale, saved.w_scale, True)
     dw = product(dy8t, saved.xt.t(), None, w_dtype, dy_scale, saved.x_scale)
     return dx, dw, in_dtype(columns, b_dtype)
@@ -249,7 +263,8 @@ def cast(
     NORM [stats, weight]        the norm of x; stats: norm_forward's
     SHIFTED_NORM [stats, weight, shift]     likewise
     """
-    assert parts[0].size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
+    x = parts[0]
+    assert x.size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
     assert len(amax) == 4
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
@@ -264,7 +279,8 @@ def cast(
     room = GRADIENT_ROOM if e5m2 else ROOM
     first_beside, *more = beside or [None]
     heads = first_beside.size(1) if what == GATE else 1
-    inputs = [*parts, *more, *parts, *parts][:3]  # filled up by what is not read
+    inputs = [*parts, *more]
+    inputs += [x] * (3 - len(inputs))  # which the kernels do not read
     inputs.append(first_beside)
     _update_scale[(SCALE_PROGRAMS,)](
         *inputs, amax, scale, M, limit / room, *widths, heads, what, BLOCK=4096, num_warps=8
@@ -611,8 +627,8 @@ class ShardIn8Bits(Tensor):
         rows = self.as_subclass(Tensor)
         amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32).view(1)
         rows8 = torch.empty_like(rows, dtype=E4M3)
-        size = rows.numel()
-        _shrink[(cdiv(size, COPY_BLOCK),)](rows, amax, rows8, size, BLOCK=COPY_BLOCK, num_warps=8)
+        total = rows.numel()
+        _shrink[(cdiv(total, COPY_BLOCK),)](rows, amax, rows8, total, BLOCK=COPY_BLOCK, num_warps=8)
         return (rows8, amax), layer.w_amax
 
     def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
@@ -683,11 +699,11 @@ def _align(
 # -- the head
 
 
-def empty_chunks8(x, weight, *_):
-    return loss.empty_results(x, weight)
-
-
-@operator("cross_entropy_chunks8", empty_chunks8, mutates=["x_amax", "w_amax"])
+@operator(
+    "cross_entropy_chunks8",
+    lambda x, weight, *_: loss.empty_results(x, weight),
+    mutates=["x_amax", "w_amax"],
+)
 def cross_entropy_chunks8(
     x: Tensor,
     weight: Tensor,
@@ -707,18 +723,18 @@ def cross_entropy_chunks8(
     all_logits = x.new_empty(rows, P)
     all_grads = x.new_empty(rows, P, dtype=E5M2)
     for start in range(0, N, rows):
-        own = slice(start, start + rows)
+        chunk = slice(start, start + rows)
         logits = all_logits[: N - start]
         grads = all_grads[: N - start]
         grads_t = x.new_empty(P, grads.size(0), dtype=E5M2)
-        cublas.matmul(x8[own], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
+        cublas.matmul(x8[chunk], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
         loss.cross_entropy_rows(
-            logits, targets[own], losses[own], grads, HEAD_SCALE, V, softcap, True
+            logits, targets[chunk], losses[chunk], grads, V, softcap, HEAD_SCALE
         )
         transpose(grads, grads_t)
-        cublas.matmul(grads, w8t.t(), dx[own], scales=(grad_scale, w_scale))
+        cublas.matmul(grads, w8t.t(), dx[chunk], scales=(grad_scale, w_scale))
         before = dw if start else None
-        cublas.matmul(grads_t, x8t[:, own].t(), dw, added=before, scales=(grad_scale, x_scale))
+        cublas.matmul(grads_t, x8t[:, chunk].t(), dw, added=before, scales=(grad_scale, x_scale))
     return losses, dx, dw
 
 

@@ -61,7 +61,7 @@ def fold_residual_addition(norm):
     # The kernel's sum is contiguous; nothing may read it before the kernel has run.
     if not total.meta["val"].is_contiguous() or any(user < norm for user in total.users):
         return
-    for x, update in operands(total, aten.add.Tensor):
+    for x, update in in_both_orders(total, aten.add.Tensor):
         if alike(x, total) and x.meta["val"].shape == update.meta["val"].shape:
             norm.args = (x, update, *rest)
             norm.meta["val"] = (total.meta["val"], *norm.meta["val"][1:])
@@ -71,10 +71,10 @@ def fold_residual_addition(norm):
 def fold_residual_gradient(norm):
     """norm_backward(None, …)[0] + g -> norm_backward(g, …)[0]"""
     dx = result_of(norm, 0)
-    if norm.args[0] is not None or not alone(dx):
+    if norm.args[0] is not None or not read_once(dx):
         return
     (add,) = dx.users
-    for gradient, other in operands(add, aten.add.Tensor):
+    for gradient, other in in_both_orders(add, aten.add.Tensor):
         if other is dx and gradient < norm and alike(gradient, dx):
             norm.args = (gradient, *norm.args[1:])
             return replace(add, dx, "residual_gradient_in_norm")
@@ -83,7 +83,7 @@ def fold_residual_gradient(norm):
 def fold_slice_gradient(norm):
     """norm_backward(…, dh + (first, then zeros), …) -> norm_backward(…, dh, …, first)"""
     add = norm.args[1]
-    for dh, padded in operands(add, aten.add.Tensor):
+    for dh, padded in in_both_orders(add, aten.add.Tensor):
         if padded.target is not aten.slice_scatter.default:
             continue
         if len(padded.args) != 5:  # with a step, or without an end
@@ -91,14 +91,14 @@ def fold_slice_gradient(norm):
         zeros, first, dim, begin, _ = padded.args
         in_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
         in_first_columns = dim == dh.meta["val"].dim() - 1 and begin == 0
-        if in_zeros and in_first_columns and alike(dh, add) and alone(add):
-            give(norm, first=first)
+        if in_zeros and in_first_columns and alike(dh, add) and read_once(add):
+            set_arguments(norm, first=first)
             return replace(add, dh, "slice_gradient_in_norm")
 
 
 def fold_into_product(add):
     """x + product(…) -> product(…, added=x)"""
-    for x, update in operands(add, aten.add.Tensor):
+    for x, update in in_both_orders(add, aten.add.Tensor):
         *views, product = behind_views(update)
         if product.target not in (pretrain.product.default, pretrain.product8.default):
             continue
@@ -107,8 +107,8 @@ def fold_into_product(add):
         if not alike(x, add) or not alike(update, add) or not x.meta["val"].is_contiguous():
             continue
         same_dtype = product.meta["val"].dtype == x.meta["val"].dtype
-        if same_dtype and x < product and alone(product, *views):
-            give(product, added=reshaped(x, product.meta["val"].shape, product))
+        if same_dtype and x < product and read_once(product, *views):
+            set_arguments(product, added=reshaped(x, product.meta["val"].shape, product))
             return replace(add, update, "addition_in_product")
 
 
@@ -128,7 +128,7 @@ def fold_norm_into_cast(cast):
         return
     *views, normed = behind_views(part)
     norm = call_with_result(normed, 1, pretrain.norm_forward.default)
-    if norm is None or not alone(normed, *views):
+    if norm is None or not read_once(normed, *views):
         return
     x, update, weight, shift = norm.args[:4]
     if update is not None:
@@ -141,10 +141,10 @@ def fold_norm_into_cast(cast):
     if shift is not None:
         beside.append(shift)
         what = fp8.SHIFTED_NORM
-    give(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
+    set_arguments(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
     for unread in (*views, normed):  # the norm's own result is empty now
         cast.graph.erase_node(unread)
-    give(norm, keep=False)
+    set_arguments(norm, keep=False)
     counters["inductor"]["norm_in_cast"] += 1
 
 
@@ -155,13 +155,13 @@ def fold_gates_into_cast(cast):
         return
     M, N = part.meta["val"].shape
     product = behind_views(part)[-1]
-    for y, gates in operands(product, aten.mul.Tensor):
+    for y, gates in in_both_orders(product, aten.mul.Tensor):
         *heads, D = product.meta["val"].shape
         of_heads = list(gates.meta["val"].shape) == [*heads, 1] and heads[-1] * D == N
         contiguous = y.meta["val"].is_contiguous() and gates.meta["val"].is_contiguous()
         if of_heads and contiguous and alike(y, product):
             beside = [reshaped(gates, (M, heads[-1]), cast)]
-            give(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
+            set_arguments(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
             counters["inductor"]["gates_in_cast"] += 1
             return
 
@@ -182,7 +182,7 @@ def take_column_sums(total):
     replace(total, column, "column_sums_from_norm")
 
 
-def operands(node, target):
+def in_both_orders(node, target):
     """[(a, b), (b, a)] of target(a, b), a sum or product of two tensors; [] of another node."""
     if node.target is not target or node.kwargs:
         return []
@@ -207,7 +207,7 @@ def call_with_result(node, index, target):
             return call
 
 
-def alone(*nodes):
+def read_once(*nodes):
     """Whether each of these nodes has a single reader."""
     return all(len(node.users) == 1 for node in nodes)
 
@@ -219,7 +219,7 @@ def replace(node, other, what):
     counters["inductor"][what] += 1
 
 
-def give(node, **arguments):
+def set_arguments(node, **arguments):
     """Sets arguments of a call, also in the record from which inductor takes their layouts."""
     node.kwargs = node.kwargs | arguments
     args, kwargs = node.meta["eager_input_vals"]

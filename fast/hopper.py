@@ -20,6 +20,7 @@ HEADER = (FOLDER / "hopper.cuh").read_text()
 SIZES = dict(re.findall(r"constexpr u32 (\w+) = (\d+);", HEADER))  # explained there
 BM, BN, BK, STAGES = (int(SIZES[name]) for name in ("BM", "BN", "BK", "STAGES"))
 CHUNK, CLUSTER, THREADS = (int(SIZES[name]) for name in ("CHUNK", "CLUSTER", "THREADS"))
+BOX_COLUMNS = 64  # of bf16, for a tensor_map: as wide as the swizzle
 # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
 PART = 2 * BM
 
@@ -128,7 +129,7 @@ def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
     kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
     launch_gemm(
-        kernel, [a], b, out, shifts=shifts, sums=sums, n_valid=vocab_size, softcap=softcap or 0.0
+        kernel, [a], b, out, shifts=shifts, sums=sums, vocab_size=vocab_size, softcap=softcap or 0.0
     )
     return sums[: a.size(0)]
 
@@ -147,14 +148,15 @@ def linear_backward(parts, x, w):
     db = x.new_zeros(P, dtype=torch.float32)
     clusters = sm_count(x.device) // CLUSTER
     tiles = -(-P // PART) * -(-Q // (CLUSTER * BN))
-    unit = unit_k_tiles(tiles, -(-T // BK), clusters)
+    maps = [tensor_map(part, BK // CLUSTER, BOX_COLUMNS) for part in parts]
+    maps.append(tensor_map(x, BK, BOX_COLUMNS))
     launch(
         WGRAD,
         x.device.index,
         clusters,
-        maps=[*(tensor_map(part, BK // CLUSTER, 64) for part in parts), tensor_map(x, BK, 64)],
+        maps=maps,
         tensors=[dw, db],
-        numbers=[P, Q, T, *offsets(parts), unit],
+        numbers=[P, Q, T, *offsets(parts), unit_k_tiles(tiles, -(-T // BK), clusters)],
     )
     return dx, dw, db
 
@@ -172,36 +174,50 @@ def unit_k_tiles(tiles, k_tiles, clusters):
 
 
 def launch_gemm(
-    kernel, parts, b, out, saved=None, bias=None, shifts=None, sums=None, n_valid=0, softcap=0.0
+    kernel,
+    parts,
+    b,
+    out,
+    *,
+    saved=None,
+    bias=None,
+    shifts=None,
+    sums=None,
+    vocab_size=0,
+    softcap=0.0,
 ):
-    """Launches hopper_gemm on a b; None: the kernel has no such operand.
+    """Launches hopper_gemm on a: (M, K) and b: (N, K), or (K, N) for a kernel with N_MAJOR.
 
-    parts: [a], or the three matrices that stand side by side in a; b: (N, K), or for a kernel with
-    N_MAJOR (K, N).
+    parts: [a], or the three matrices that stand side by side in a. out: (M, N), or None. The others
+    belong to the epilogue of the kernel, whose caller describes them. saved: (M, N), bias: (N,),
+    shifts: (M,); sums: by blocks of rows or columns, in float32.
     """
     ensure_context(b.device.index)
     M = parts[0].size(0)
     if N_MAJOR in kernel:
         K, N = b.shape
-        b_map = tensor_map(b, BK // CLUSTER, 64)
+        b_map = tensor_map(b, BK // CLUSTER, BOX_COLUMNS)
     else:
         N, K = b.shape
         b_map = tensor_map(b, BN // CLUSTER, BK)
+    assert sum(part.size(1) for part in parts) == K, f"a has other columns than b's {K} rows"
     a_maps = [tensor_map(part, BM, BK) for part in parts]
-    # where there is no such operand, the kernel takes any map and does not use it
     if len(parts) == 1:
-        a_maps *= 3
-    out_map = b_map if out is None else tensor_map(out, 32, CHUNK)
-    saved_map = b_map if saved is None else tensor_map(saved, 32, CHUNK)
-    row_tiles = cluster_rows(parts[0]) // (CLUSTER * BM)
-    column_tiles = -(-N // BN)
+        a_maps *= 3  # as many as the kernel takes; it reads the first
+    # a map that the kernel takes and does not use, where it has no such operand
+    out_map = saved_map = b_map
+    if out is not None:
+        out_map = tensor_map(out, 32, CHUNK)
+    if saved is not None:
+        saved_map = tensor_map(saved, 32, CHUNK)
+    tiles = cluster_rows(parts[0]) // (CLUSTER * BM) * -(-N // BN)
     launch(
         kernel,
         b.device.index,
-        clusters=min(sm_count(b.device) // CLUSTER, row_tiles * column_tiles),
+        clusters=min(sm_count(b.device) // CLUSTER, tiles),
         maps=[*a_maps, b_map, out_map, saved_map],
         tensors=[bias, shifts, sums],
-        numbers=[M, N, K, *offsets(parts), n_valid, out is not None, softcap],
+        numbers=[M, N, K, *offsets(parts), vocab_size, out is not None, softcap],
     )
 
 
@@ -225,7 +241,11 @@ def sm_count(device):
 
 
 def launch(kernel, device, clusters, maps, tensors, numbers):
-    """Launches a kernel with these arguments, in this order, on the device's current stream."""
+    """Launches a kernel on the device's current stream; device: its index.
+
+    The kernel's parameters are, in this order, `maps`, `tensors` (None: a null pointer) and
+    `numbers` (a float, else 32 bits without a sign).
+    """
     arguments = list(maps)
     for x in tensors:
         arguments.append(ctypes.c_void_p(None if x is None else x.data_ptr()))

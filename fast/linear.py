@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast import cublas, hopper
 from fast.operators import dtypes_of, in_dtype, on_hopper, operator
@@ -39,6 +40,7 @@ class LinearFunction(torch.autograd.Function):
         return linear_forward(ctx, x, weight, bias, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
@@ -48,16 +50,17 @@ class LinearFunction(torch.autograd.Function):
 
 
 def linear_forward(ctx, x, weight, bias, tune):
-    """The GEMM of a linear layer, (..., K) -> (M, N); saves its operands in ctx."""
-    flat, w, b = operands(ctx, x, weight, bias)
+    """The GEMM of a linear layer, (..., K) -> (M, N); saves in ctx what the backward reads."""
+    ctx.dtypes = dtypes_of(weight, bias)
+    flat = x.flatten(0, -2)
+    w, b = in_dtype_of(x, weight, bias)
     ctx.save_for_backward(flat, w)
     return product(flat, w.t(), b, x.dtype, tune)
 
 
-def operands(ctx, x, *parameters):
-    """(x: (..., K) as rows, the parameters in x's dtype); their own dtypes go to ctx.dtypes."""
-    ctx.dtypes = dtypes_of(*parameters)
-    return x.flatten(0, -2), *[None if p is None else p.to(x.dtype) for p in parameters]
+def in_dtype_of(x, *parameters):
+    """The parameters in x's dtype; None where there is no parameter."""
+    return [None if p is None else p.to(x.dtype) for p in parameters]
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):
@@ -79,6 +82,7 @@ class QKV(torch.autograd.Function):
         return split_heads(y, x.shape[:-1], heads, head_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         x, w = ctx.saved_tensors
         w_dtype, b_dtype = ctx.dtypes

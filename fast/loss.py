@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import fast
 from fast import cublas, hopper
@@ -20,11 +21,14 @@ CE_BLOCK, CE_WARPS = 2048, 8
 
 
 def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
-    """kernels.cross_entropy for x in 16 bits and the head's weight; "none" has no gradient."""
+    """kernels.cross_entropy of x in 16 bits and the head's weight, both contiguous.
+
+    "none" has no gradient.
+    """
     ids = targets.flatten().contiguous()
     if reduction == "sum" and torch.is_grad_enabled():
         return LinearCrossEntropy.apply(x, weight, ids, V, softcap, True)
-    losses = cross_entropy_chunks(x.flatten(0, -2).contiguous(), weight, ids, V, softcap, False)[0]
+    losses, *_ = cross_entropy_chunks(x.flatten(0, -2), weight, ids, V, softcap, False)
     return losses.view_as(targets) if reduction == "none" else losses.sum()
 
 
@@ -62,20 +66,21 @@ def cross_entropy_chunks(
     needs_logits = grad or not in_product
     all_logits = x.new_empty(rows if needs_logits else 0, P)
     for start in range(0, N, rows):
-        own = slice(start, start + rows)
-        own_x = x[own]
-        logits = all_logits[: N - start]  # with grad their gradients, in the end
+        chunk = slice(start, start + rows)
+        x_chunk = x[chunk]
+        logits = all_logits[: N - start]
+        grads = logits if grad else None  # which replace them
         if in_product:
-            own_x = exponential_rows(
-                own_x, w, targets[own], shifts[own], losses[own], factors[own], logits, V, softcap,
-                grad,
+            x_chunk = exponential_rows(
+                x_chunk, w, targets[chunk], V, softcap,
+                shifts=shifts[chunk], losses=losses[chunk], factors=factors[chunk], grads=grads,
             )  # fmt: skip
         else:
-            cublas.matmul(own_x, w.t(), logits, tune=grad)
-            cross_entropy_rows(logits, targets[own], losses[own], logits, 1.0, V, softcap, grad)
+            cublas.matmul(x_chunk, w.t(), logits, tune=grad)
+            cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V, softcap)
         if grad:
-            cublas.matmul(logits, w, dx[own])
-            cublas.matmul(logits.t(), own_x, dw, added=dw if start else None)
+            cublas.matmul(grads, w, dx[chunk])
+            cublas.matmul(grads.t(), x_chunk, dw, added=dw if start else None)
     return losses, dx, dw, factors
 
 
@@ -89,13 +94,14 @@ def summed_loss(chunks):
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, *more):
-            losses, *gradients = chunks(x.flatten(0, -2).contiguous(), weight, *more)
+            losses, *gradients = chunks(x.flatten(0, -2), weight, *more)
             ctx.save_for_backward(*gradients)
             ctx.shape = x.shape
             ctx.nones = (None,) * len(more)
             return losses.sum()
 
         @staticmethod
+        @once_differentiable
         def backward(ctx, grad):
             dx, dw, *factors = ctx.saved_tensors
             by_row = grad * factors[0][:, None] if factors else grad
@@ -113,12 +119,16 @@ def chunk_rows(P):
     return 2 ** max(4, fitting.bit_length() - 1)
 
 
-def cross_entropy_rows(logits, targets, losses, grads, scale, V, softcap, grad):
-    """Fills `losses` (rows,) and, with grad, `grads` (rows, P), scale times that of the logits."""
+def cross_entropy_rows(logits, targets, losses, grads, V, softcap, scale=1.0):
+    """Fills `losses`, (rows,), and `grads`: scale times the gradients of `logits`, (rows, P).
+
+    grads: None, a tensor in 16 bits, which may be `logits` itself, or in e5m2.
+    """
+    given = logits if grads is None else grads  # the kernel takes a pointer in any case
     _cross_entropy[(logits.size(0),)](
-        logits, targets, losses, grads, softcap or 0.0, scale,
-        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grad,
-        DITHER=grads.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+        logits, targets, losses, given, softcap or 0.0, scale,
+        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grads is not None,
+        DITHER=given.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
 
@@ -128,46 +138,49 @@ def _cross_entropy(
     P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and with GRAD the gradient of its logits, scaled.
+    """One row a program: its loss, and with GRAD scale times the gradients of its logits.
 
-    Of the P columns V are real. They are read in blocks, of which only the last one, `tail`, needs
-    a mask.
+    The loss is log sum exp(logits) - target_logit, the gradients are softmax(logits), less 1 for
+    the target. Of the P columns V are real. They are read in blocks, once for the loss and once for
+    the gradients, but for the last block, `tail`, which alone needs a mask and is kept. FULL: the
+    columns before it.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * P
     grads += row * P
     target = tl.load(targets + row)
     cols = tl.arange(0, BLOCK)
-    FULL: tl.constexpr = V // BLOCK * BLOCK  # columns of the blocks before the last
+    FULL: tl.constexpr = V // BLOCK * BLOCK
     if target < 0:
         tl.store(losses + row, 0.0)
         if GRAD:
             _store_zeros(grads, cols, 0, P, BLOCK)
         return
-    picked = _capped(tl.load(logits + target), softcap, CAP)
+    target_logit = _capped(tl.load(logits + target), softcap, CAP)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
     tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
-    lse = _log_sum_exp(logits, cols, tail, picked, softcap, FULL, CAP, BLOCK)
-    tl.store(losses + row, lse - picked)
+    lse = _log_sum_exp(logits, cols, tail, target_logit, softcap, FULL, CAP, BLOCK)
+    tl.store(losses + row, lse - target_logit)
     if GRAD:
         _store_gradients(
             grads, logits, cols, tail, lse, scale, softcap, P, V, FULL, CAP, DITHER, BLOCK
         )
         tl.debug_barrier()  # the target's own gradient goes over what was stored there
-        own = _ce_grad(picked, target, lse, scale, scale, softcap, CAP, DITHER)
-        tl.store(grads + target, own)
+        of_target = _logit_gradients(target_logit, target, lse, scale, scale, softcap, CAP, DITHER)
+        tl.store(grads + target, of_target)
 
 
 @triton.jit
 def _log_sum_exp(
-    logits, cols, tail, picked, softcap, FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of a row of logits; cols: those of a block.
+    logits, cols, tail, target_logit, softcap,
+    FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a row of logits; cols: 0 to BLOCK.
 
-    exp is taken against the largest of the last block's logits and the target's, `picked`, without
-    a running maximum; in the rare row where that overflows, it is taken again against the true one.
+    exp is taken against `top`, the largest of the last block's logits and the target's, without a
+    running maximum; in the rare row where that overflows, it is taken again against the true one.
     """
-    top = tl.maximum(picked, tl.max(tail))
+    top = tl.maximum(target_logit, tl.max(tail))
     sums = tl.exp2((tail - top) * LOG2E)
     for start in range(0, FULL, BLOCK):
         x = _capped(tl.load(logits + start + cols), softcap, CAP)
@@ -197,13 +210,13 @@ def _store_gradients(
 
     They are stored from the last block on, which the cache still holds, back to the first.
     """
-    grad = _ce_grad(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
+    grad = _logit_gradients(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
     grad = tl.where(FULL + cols < V, grad, 0.0)
     tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
     for back in range(BLOCK, FULL + 1, BLOCK):
         at = FULL - back + cols
         x = _capped(tl.load(logits + at), softcap, CAP)
-        grad = _ce_grad(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
+        grad = _logit_gradients(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
         tl.store(grads + at, grad)
     _store_zeros(grads, cols, FULL + BLOCK, P, BLOCK)  # padding that reaches beyond the last block
 
@@ -227,22 +240,22 @@ def target_logits(x, w, targets, softcap):
     return shifts
 
 
-def exponential_rows(x, w, targets, shifts, losses, factors, grads, V, softcap, grad):
+def exponential_rows(x, w, targets, V, softcap, *, shifts, losses, factors, grads):
     """Losses as log sum exp(logit - target's logit), with exponentials from the GEMM's epilogue.
 
-    Fills `losses`, `factors` (rows,) and, with grad, `grads` (rows, P): a row of it times its
-    factor is the gradient of its logits. Returns x with rows times factors, for the weight's
-    gradient.
+    shifts: `target_logits`. Fills `losses`, (rows,), and unless grads is None `factors`, (rows,),
+    and `grads`, (rows, P): a row of it times its factor is the gradient of its logits. Returns x
+    with rows times factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, V, grads if grad else None, softcap)
-    scaled = torch.empty_like(x) if grad else x
+    sums = hopper.exponentials(x, w, shifts, V, grads, softcap)
+    scaled = x if grads is None else torch.empty_like(x)
     rows, C = x.shape
-    P = w.size(0)
     parts = sums.size(1)
     _exponential_rows[(rows,)](
-        grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
-        P=P, C=C, CAP=softcap is not None, GRAD=grad, PARTS=power_of_2(parts), WIDTH=hopper.BN,
-        BLOCK=min(2048, power_of_2(C)),
+        x if grads is None else grads,  # the kernel takes a pointer in any case
+        sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
+        P=w.size(0), C=C, CAP=softcap is not None, GRAD=grads is not None, PARTS=power_of_2(parts),
+        WIDTH=hopper.BN, BLOCK=min(2048, power_of_2(C)),
     )  # fmt: skip
     return scaled
 
@@ -271,10 +284,10 @@ def _exponential_rows(
 ):  # fmt: skip
     """One row a program: its loss from partial sums of exponentials relative to the target's.
 
-    An ignored row's exponentials are zeros, and so are its gradients. Where they would overflow,
-    those of WIDTH columns come relative to the largest of them, `raised` above the target's logit
-    (in powers of two): a row with such columns, which is rare, is scaled so that all are relative
-    to its largest.
+    sums: hopper.exponentials'. An ignored row's exponentials are zeros, and so are its gradients.
+    Where they would overflow, those of WIDTH columns come relative to the largest of them, `raised`
+    above the target's logit (in powers of two): a row with such columns, which is rare, is scaled
+    so that all are relative to its largest.
     """
     row = tl.program_id(0).to(tl.int64)
     grads += row * P
@@ -285,10 +298,10 @@ def _exponential_rows(
     part = tl.arange(0, PARTS)
     raised = tl.load(sums + part * 2 + 1, mask=part < parts, other=0.0)
     most = tl.max(raised)
-    own = tl.exp2(-most)  # the target's exponential
+    of_target = tl.exp2(-most)  # the target's exponential
     total = tl.sum(tl.load(sums + part * 2, mask=part < parts, other=0.0) * tl.exp2(raised - most))
-    total = tl.where(total < own, own, total)  # which it is part of, but for rounding
-    at_target = own - total
+    total = tl.where(total < of_target, of_target, total)  # it is part of total, but for rounding
+    at_target = of_target - total
     loss = tl.log(total) + most / LOG2E
     if CAP:
         capped = tl.load(shifts + row) / (LOG2E * softcap)
@@ -312,9 +325,14 @@ def _exponential_rows(
 
 
 @triton.jit
-def _ce_grad(x, at, lse, scale, less, softcap, CAP: tl.constexpr, DITHER: tl.constexpr):
-    """The gradient of the logits x in columns `at`; less: scale for the target, 0 for others."""
-    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - less
+def _logit_gradients(
+    x, at, lse, scale, subtracted, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
+):
+    """scale times the gradients of capped logits x of a row, with respect to the logits themselves.
+
+    at: their columns; lse: the row's log sum exp; subtracted: scale for the target, 0 for others.
+    """
+    grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - subtracted
     if CAP:
         grad *= 1 - (x / softcap) * (x / softcap)
     if DITHER:

@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast import cublas, hopper
-from fast.linear import empty_product, operands, product, weight_gradients
-from fast.operators import cdiv, load_float32, on_hopper, operator
+from fast.linear import empty_product, in_dtype_of, product, weight_gradients
+from fast.operators import cdiv, dtypes_of, load_float32, on_hopper, operator
 
 SWIGLU_BLOCK, RELU2_BLOCK = 2048, 2048  # elements
 SWIGLU_WARPS = 8
@@ -27,7 +28,10 @@ class MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind, x, w1, b1, w2, b2, tune):
-        flat, w1, b1, w2, b2 = operands(ctx, x, w1, b1, w2, b2)
+        ctx.kind = kind
+        ctx.dtypes = dtypes_of(w1, b1, w2, b2)
+        flat = x.flatten(0, -2)
+        w1, b1, w2, b2 = in_dtype_of(x, w1, b1, w2, b2)
         before = None
         if kind == "gelu":
             act, before = product_gelu(flat, w1.t(), b1, tune)
@@ -36,11 +40,11 @@ class MLPFunction(torch.autograd.Function):
         else:
             before = product(flat, w1.t(), b1, x.dtype, tune)
             act = swiglu(before)
-        ctx.kind = kind
         ctx.save_for_backward(flat, w1, w2, before, None if kind == "swiglu" else act)
         return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w1, w2, before, act = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast.hopper import sm_count
 from fast.operators import cdiv, dtypes_of, in_dtype, load_float32, operator, power_of_2
@@ -28,6 +29,7 @@ class Norm(torch.autograd.Function):
         return h
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dh):
         dx, sums = norm_backward(None, dh, *ctx.saved_tensors, ctx.centred)
         dweight, dshift, _ = sums.unbind()

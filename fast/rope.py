@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fast.hopper import sm_count
 from fast.operators import cdiv, dtypes_of, in_dtype, load_float32, operator, power_of_2
@@ -30,6 +31,7 @@ class RopeFunction(torch.autograd.Function):
         return rope_forward(x, weight, eps, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, cos, sin = ctx.saved_tensors
         dx, dweight = rope_backward(dy, x, weight, ctx.eps, cos, sin)

@@ -126,11 +126,11 @@ def hopper_loss(width, vocab_rows, softcap, tokens=16):
     hopper.exponentials = lambda *_: torch.zeros(tokens, parts, 2)
     try:
         shifts = loss.target_logits(x, w, targets, softcap)
-        for grad in (True, False):
-            grads = torch.zeros(tokens, vocab_rows, dtype=torch.bfloat16)
+        for grads in (torch.zeros(tokens, vocab_rows, dtype=torch.bfloat16), None):
             loss.exponential_rows(
-                x, w, targets, shifts, losses, factors, grads, vocab_rows, softcap, grad
-            )
+                x, w, targets, vocab_rows, softcap,
+                shifts=shifts, losses=losses, factors=factors, grads=grads,
+            )  # fmt: skip
     finally:
         hopper.exponentials = real
 

@@ -77,8 +77,9 @@ def test_nothing_is_timed(monkeypatch, deterministic):
         if which == 0:
             raise RuntimeError("an algorithm that does not run")
 
-    def new(plan, *key):
-        plan.deterministic, plan.tuned, plan.fastest, plan.device = key[-1], False, 0, key[0]
+    def new(plan, a, *_, **__):
+        plan.deterministic = torch.are_deterministic_algorithms_enabled()
+        plan.tuned, plan.fastest, plan.device = False, 0, a.device
         plan.algorithms, plan.has_hopper = [None] * 4, False
 
     monkeypatch.setattr(cublas.Plan, "__init__", new)

@@ -207,7 +207,7 @@ def test_gradients_of_logits_in_8_bits_are_right_in_the_mean():
     grads = torch.empty(rows, P, dtype=torch.float8_e5m2, device=DEVICE)
     losses = torch.empty(rows, device=DEVICE)
     targets = torch.zeros(rows, dtype=torch.long, device=DEVICE)
-    loss.cross_entropy_rows(logits, targets, losses, grads, 2.0**14, P, None, True)
+    loss.cross_entropy_rows(logits, targets, losses, grads, P, None, 2.0**14)
     got = grads.float().double() / 2**14
     assert 0.03 < error(got, exact) < 0.12
     nearest = (exact * 2**14).to(grads.dtype).double() / 2**14
@@ -304,6 +304,30 @@ def test_rope_turns_gradients_back():
     ours, theirs = Rotation.apply(x, *tables), kernels.rotated(x, *tables)
     grads = [torch.autograd.grad(y, x, dy.double())[0] for y in (ours, theirs)]
     assert torch.equal(ours, theirs) and error(*grads) < 1e-6  # in float32
+
+
+def test_a_norm_keeps_what_an_edit_adds(monkeypatch):
+    """An RMSNorm with a bias, which the edit adds by itself."""
+
+    class WithBias(kernels.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) + self.bias
+
+    layer, x = WithBias(16, 1e-5, device=DEVICE), leaf(40, 16)
+    layer.bias = torch.nn.Parameter(torch.full((16,), 3.0, device=DEVICE))
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = layer(x)
+    assert error(found, F.rms_norm(x.double(), (16,), eps=1e-5) + 3) < 1e-2
+
+
+def test_a_second_derivative_is_refused():
+    """The kernels of a backward have none, and autograd would leave it out."""
+    x, weight = leaf(2, 16, 16), leaf(24, 16)
+    y = linear.LinearFunction.apply(x, weight, None, True).square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.square().sum().backward()
 
 
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [False])

@@ -212,6 +212,17 @@ def test_linear(B, T, K, N, bias):
         assert all(error(a, b) < bound for a, b, bound in zip(found, exact, bounds))
 
 
+def test_a_weight_may_be_a_transpose(monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {DEVICE.type})
+    layer = models.Linear(64, 48, bias=False, device=DEVICE)
+    layer.weight = nn.Parameter(randn(64, 48, dtype=torch.float32).t())
+    fp8.train_in_fp8(layer)
+    x = randn(32, 64)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = layer(x)
+    assert error(found, F.linear(x.double(), layer.weight.double())) < FORWARD
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])

@@ -1,5 +1,7 @@
 """kernels.py: the plain loss, whole and in chunks, against float64; the choice of a kernel."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn as nn
@@ -43,6 +45,8 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     for reduction, value in sums.items():
         if reduction == "sum":  # what the fused kernels serve
             loss = kernels.cross_entropy(own, head, targets, "sum", V, cap)
+            mean = kernels.cross_entropy(own, head, targets, "mean", V, cap)
+            torch.testing.assert_close(mean.double(), sums["mean"], rtol=1e-5, atol=1e-5)
         else:
             loss, count = kernels.linear_cross_entropy(own, head, targets, reduction, V, cap)
             assert torch.equal(count, counts[reduction])
@@ -166,6 +170,9 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
         layer = kernels.Linear(8, 8)
         getattr(layer, f"register_{kind}_hook")(lambda *_: None)
         assert not has_more(wide) and has_more(layer)  # a layer with a hook is called
+    layer = kernels.Linear(8, 8)
+    layer.forward = torch.sin
+    assert has_more(layer)
 
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
@@ -178,6 +185,26 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
             kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", forms.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
+
+
+@pytest.mark.parametrize("angles", [4, 8])  # of pairs; of the numbers of a head, each its own
+def test_ropes_tables_have_gradients(angles, monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {"cuda"})
+    x, dy = torch.randn(2, 2, 3, 5, 8)
+    frequencies = torch.rand(angles, requires_grad=True)
+
+    def gradients_of(rotated, trained):
+        angle = torch.outer(torch.arange(5.0), frequencies).repeat(1, 8 // angles)
+        tables = [t if trained else t.detach() for t in (angle.cos(), angle.sin())]
+        leaves = [x.clone().requires_grad_(), frequencies][: 1 + trained]
+        return torch.autograd.grad(rotated(leaves[0], *tables), leaves, dy)
+
+    for trained in (False, True):
+        exact = gradients_of(inspect.unwrap(kernels.rotated), trained)
+        torch.testing.assert_close(gradients_of(kernels.rotated, trained), exact)
+    with flops.OperationCounter("cuda", torch.bfloat16) as seen:
+        kernels.rope(x, nn.Identity(), dy[0, 0].requires_grad_(), dy[0, 0])
+    assert seen.calls["rope", "tables with a gradient"] == 1
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():
@@ -236,6 +263,19 @@ def test_a_product_that_no_algorithm_computes_is_refused_in_one_line(
     low = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     with pytest.raises(UserError, match="try --precision=bf16$"):
         cublas.matmul(*low, out, tune=tune)
+
+
+def test_a_product_of_other_widths_is_refused():
+    """cuBLASLt would read other numbers."""
+    with pytest.raises(AssertionError, match=r"\(8, 16\), b: \(24, 32\)"):
+        cublas.matmul(torch.zeros(8, 16), torch.zeros(24, 32), torch.zeros(8, 32))
+
+
+def test_a_vector_runs_in_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {"cpu"})
+    up, down = kernels.Linear(16, 64), kernels.Linear(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.mlp(torch.randn(16), up, kernels.gelu, down).shape == (16,)
 
 
 def test_calls_without_tokens_run_in_plain_pytorch(monkeypatch):
