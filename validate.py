@@ -60,18 +60,14 @@ def measure(cfg, words, T=None):
     """
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
-    from run import checkpoint_folders, evaluate, reshard, trained
-    from scale import documents
+    from run import evaluate, trained
 
-    world, model, tokenizer, autocast = trained.load(cfg)
+    # as the run's own validation, which has its document mask
+    world, model, tokenizer, autocast = trained.load(cfg, mask_documents=True)
     shape = model.cfg
     T = T or shape.block_size
     if T > shape.block_size:
         raise UserError(f"{cfg.checkpoint} has block_size={shape.block_size} < {T}")
-    if cfg.checkpoint:
-        newest = [cfg.checkpoint, *checkpoint_folders.folders(cfg.checkpoint)][-1]
-        if reshard.read_state(newest).get("config", {}).get("document_mask"):
-            documents.apply(model, tokenizer.eot)
     of_rank = dict(
         rank=world.rank, world=world.size, vocab_size=shape.vocab_size, device=world.device
     )

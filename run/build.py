@@ -148,10 +148,10 @@ def build_model(cfg, world, weights=None, eot=None):
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     buffers = reshard.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
-        analysis.new = reshard.load_model_tensors(model, weights, may_lack=buffers)
+        analysis.new = reshard.load_resharded(model, weights, may_lack=buffers)
     elif cfg.init_from:  # the model may have more, such as LoRA's or a second head's
         own = dict(model.named_parameters()) | buffers
-        analysis.new = reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
+        analysis.new = reshard.load_resharded(model, open_initial_weights(cfg), may_lack=own)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.broadcast(buffers.values())
@@ -295,7 +295,7 @@ def wrap(model, cfg, world, analysis, optimizer):
 
 
 def open_initial_weights(cfg):
-    """{name: tensor or SavedTensor} of the weights in cfg.init_from.
+    """{name: tensor or MergedTensor} of the weights in cfg.init_from.
 
     Raises UserError if they are of another model.
     """
@@ -303,15 +303,16 @@ def open_initial_weights(cfg):
     if name.startswith("hf:"):
         name = name.removeprefix("hf:")
         agreement.weights(hf.fetch(name))
-        tensors, shape, _ = hf.open_hf(name)
+        saved = checkpoint.SavedModel(*hf.open_hf(name))
     else:  # checkpoint_folders.find compares the manifest over ranks
-        tensors, shape, _ = checkpoint.open_model(name)
-    shorter = cfg.block_size < shape.block_size
+        saved = checkpoint.open_model(name)
+    shorter = cfg.block_size < saved.shape.block_size
     free = ["vocab_multiple"]
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
         free.append("block_size")
-    if wrong := shape.differences(cfg, free):
+    if wrong := saved.shape.differences(cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    tensors = saved.tensors
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
     return tensors

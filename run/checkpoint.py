@@ -8,7 +8,7 @@ import contextlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,13 @@ from fast.chips import best_attention
 from run import agreement, source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden_path, prune, put_in_place
 from run.logger import NotFinite
-from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state, with_prefix
+from run.reshard import (
+    load_resharded,
+    open_merged,
+    persistent_buffers,
+    read_state_json,
+    with_prefix,
+)
 from run.states import CheckpointError
 from scale import generators, parallel
 from scale.shards import is_first_copy, rows_of
@@ -35,6 +41,7 @@ from system.errors import UserError, refuse, warn
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 SCHEDULE += "max_tokens max_seconds batch_schedule".split()
+OTHERS_READ = ("optimizer", "tokenizer", "document_mask")  # settings that a checkpoint decides
 GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values of State.own"}
 
 
@@ -63,7 +70,7 @@ class Saver:
         self.last = None  # step of the last save
         self.whole = set()  # for prune
         if last is not None:
-            self.last = read_state(last)["step"]
+            self.last = read_state_json(last)["step"]
             self.whole.add(last)
         self.thread = ThreadPoolExecutor(1)
         self.pending = None  # the future of write_files
@@ -139,7 +146,7 @@ class Saver:
             )
 
     def write(self, step, tensors, state):
-        """Saves the `state` and {"model": {name: tensor or SavedTensor}, ...}, a file for each key.
+        """Saves the `state` and {"model": {name: tensor or MergedTensor}, ...}, a file each key.
 
         Tensors of the key own_of_ranks are saved by each rank, all others once.
         """
@@ -290,20 +297,25 @@ def begin_folder(aside, state):
 
 
 def tokenizer_file(out_dir, name):
-    """The file of a run's tokenizer, or the copy in an earlier checkpoint, or None."""
+    """The path of the tokenizer's file of a run, or of its newest copy in a checkpoint, or None."""
     if name is None or tokenizers.built_in(name):
         return None
     path = tokenizers.file_of(name)
     if path and path.is_file():
         return path
-    carried = map(carried_tokenizer, folders(out_dir)[::-1])
-    return next(filter(None, carried), None)
+    for folder in reversed(folders(out_dir)):
+        if carried := carried_tokenizer(folder):
+            return Path(carried)
+    return None
 
 
 def carried_tokenizer(folder):
-    """The file of the tokenizer in a checkpoint, or None."""
-    paths = (Path(folder) / name for name in ("tokenizer.json", "tokenizer.model"))
-    return next((path for path in paths if path.is_file()), None)
+    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = Path(folder) / name
+        if path.is_file():
+            return str(path)
+    return None
 
 
 @torch.no_grad()
@@ -330,7 +342,7 @@ def saved_settings(folder, state):
     What is read has been checked for them.
     """
     try:
-        config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, "optimizer", "tokenizer"})
+        config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, *OTHERS_READ})
         shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
         refuse(shape.problems())
     except UserError as error:
@@ -381,24 +393,38 @@ def magnitudes(model):
     return [buffer.view(-1)[:2] for name, buffer in buffers if name.endswith("_amax")]
 
 
+@dataclass
+class SavedModel:
+    """A trained model, of which no weights are read yet."""
+
+    tensors: dict  # {name: tensor or MergedTensor}
+    shape: GPTConfig
+    tokenizer: str | None  # its name or file
+    document_mask: bool = False  # whether it was trained with it
+
+
 def open_model(path):
-    """({name: SavedTensor}, GPTConfig, tokenizer's name or file or None) of a run or checkpoint."""
+    """The SavedModel of a run's folder or a checkpoint."""
     folder = find(path)
     warn(source.warning(folder))
-    tensors, state = open_folder(folder)
+    tensors, state = open_merged(folder)
     config, shape = saved_settings(folder, state)
-    carried = carried_tokenizer(folder)
-    tokenizer = str(carried) if carried else config.get("tokenizer")
-    return tensors["model"] | tensors.get("buffers", {}), shape, tokenizer
+    return SavedModel(
+        tensors["model"] | tensors.get("buffers", {}),
+        shape,
+        carried_tokenizer(folder) or config.get("tokenizer"),
+        config.get("document_mask", False),
+    )
 
 
 @torch.no_grad()
-def model_of(tensors, shape, device, precision="fp32", world=None):
-    """A GPT in bf16 or fp32 with {name: tensor or SavedTensor}.
+def model_of(saved, device, precision="fp32", world=None):
+    """The GPT of a SavedModel, in bf16 or fp32.
 
     world: ranks among which FSDP2 divides it.
     """
-    model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
+    shape = replace(saved.shape, attention=best_attention(device, precision)[0])
+    model = models.on_meta(shape)
     if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -408,5 +434,5 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         fsdp.shard(model, settings, world)
     models.allocate(model, device)
-    load_model_tensors(model, tensors)
+    load_resharded(model, saved.tensors)
     return model.eval()

@@ -12,7 +12,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from run.reshard import open_folder, read_state
+from run.reshard import open_merged, read_state_json
 from run.states import CheckpointError
 from scale import parallel
 from system import files
@@ -100,7 +100,7 @@ def bring_back(out_dir):
 def is_other_step(folder):
     """Whether a checkpoint's name and its state.json are of two steps: it was copied or renamed."""
     try:
-        step = read_state(folder).get("step")
+        step = read_state_json(folder).get("step")
     except CheckpointError:
         return False
     named = re.fullmatch(f"step_({DIGITS})", folder.name)
@@ -117,7 +117,7 @@ def prune(final, keep_last, whole):
     for folder in older:
         try:
             if folder in whole or problem(folder) is None:
-                losses[folder] = read_state(folder).get("val_loss")
+                losses[folder] = read_state_json(folder).get("val_loss")
         except CheckpointError as error:
             whole.discard(folder)
             warn(f"{folder} was damaged while this run went on ({error})")
@@ -194,13 +194,13 @@ def problem(folder, rank=0, ranks=1):
             if not files.plain_name(name) or path.is_symlink() or not path.is_file():
                 return f"manifest.json names {name!r}, which is not a file in the folder"
         if is_other_step(folder):
-            return f"it is of step {read_state(folder)['step']}: copied, or renamed"
+            return f"it is of step {read_state_json(folder)['step']}: copied, or renamed"
         own = sorted(manifest)[rank::ranks]
         with ThreadPoolExecutor() as pool:
             for name, found in zip(own, pool.map(files.digest, [folder / name for name in own])):
                 if list(found) != manifest[name]:
                     return f"{name} is not as long as manifest.json says, or has another SHA-256"
-        if rank == 0 and "model" not in open_folder(folder)[0]:
+        if rank == 0 and "model" not in open_merged(folder)[0]:
             return "it holds no weights"
     except (CheckpointError, OSError) as error:
         return str(error)

@@ -45,7 +45,7 @@ class Start:
         self.saved = None
         self.wandb_id = None  # of the run that goes on in wandb
         if self.folder:
-            self.tensors, self.state = reshard.open_folder(self.folder)
+            self.tensors, self.state = reshard.open_merged(self.folder)
             self.weights = self.tensors["model"] | self.tensors.get("buffers", {})
             if self.state.get("evaluated", True):
                 self.evaluated = self.state["step"]

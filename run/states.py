@@ -359,7 +359,7 @@ class Unpacker:
     def __init__(self, what, saved, tensors, model):
         """what: the saved thing in words, for errors.
 
-        saved: shared_and_own's JSON; tensors: {name: SavedTensor}.
+        saved: shared_and_own's JSON; tensors: {name: MergedTensor}.
         """
         rank, ranks = parallel.rank_and_size()
         self.what = what

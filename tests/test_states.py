@@ -98,7 +98,7 @@ def saved(state, folder):
 def resumed(state, folder):
     """The warnings of a resume into a new state."""
     start = Start(folder.parent, str(folder), dry_run=True)
-    reshard.load_model_tensors(state.model, start.weights)
+    reshard.load_resharded(state.model, start.weights)
     start.restore(state, WORLD)
     return start.warnings
 
@@ -342,7 +342,7 @@ def buffers_of_two(folder):
     parallel.barrier()
     other = with_buffers(7.0)
     start = Start(folder, str(folder), dry_run=True)
-    reshard.load_model_tensors(other.model, start.weights)
+    reshard.load_resharded(other.model, start.weights)
     loaded = other.model.seen.mean.tolist()
     start.restore(other, world)
     found = other.model.seen.mean.tolist()

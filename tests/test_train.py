@@ -54,7 +54,7 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     found = json.loads((tmp_path / "run" / "config.json").read_text())
     assert [found[name] for name in ("precision", "attention", "ops")] == ["fp32", "flash", "torch"]
     # the device that samples decides
-    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
+    assert checkpoint.open_model(tmp_path / "run").shape.attention == "auto"
     text = capsys.readouterr().out
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
     row = next(line for line in text.splitlines() if line.startswith("settings "))
