@@ -88,21 +88,27 @@ def make_loader(cfg, world):
 
     docs/experiment.md describes them.
     """
-    refuse_other_tokenizer(cfg)
-    order = dict(
-        shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens
+    if (cfg.init_from or "").startswith("hf:") and cfg.tokenizer:  # the weights', by hf.adopt
+        refuse_other_tokenizer(cfg, cfg.tokenizer)
+    options = for_rank(cfg, world)
+    options["B"] = cfg.loader_rows(world.size)
+    return TokenLoader(
+        cfg.data_dir,
+        "train",
+        batch_tokens=cfg.batch_tokens,
+        shuffle_seed=cfg.shuffle_seed,
+        align=cfg.align_documents,
+        allow_data_change=cfg.allow_data_change,
+        **options,
     )
-    order["allow_data_change"] = cfg.allow_data_change
-    shape = for_rank(cfg, world) | dict(B=cfg.loader_rows(world.size))
-    return TokenLoader(cfg.data_dir, "train", **order, **shape)
 
 
 def validation_loaders(cfg, world):
     """[(weight in the loss and in the tokens, loader)] of the folders' validation splits."""
     folders = mixture.folders(str(cfg.data_dir))
     whole = sum(weight for _, weight in folders)
-    loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
-    return [(weight / whole, loader) for (_, weight), loader in zip(folders, loaders)]
+    options = for_rank(cfg, world)
+    return [(weight / whole, TokenLoader(folder, "val", **options)) for folder, weight in folders]
 
 
 def for_rank(cfg, world):
@@ -110,26 +116,33 @@ def for_rank(cfg, world):
 
     Ranks read different rows, but those that share a sequence read the same ones.
     """
-    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    shape = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
-    return shape | dict(device=world.device, rank=rank, world=ranks)
+    return dict(
+        vocab_size=cfg.vocab_size,
+        B=cfg.batch_size,
+        T=cfg.block_size,
+        device=world.device,
+        rank=world.rank // cfg.context_parallel,
+        world=world.size // cfg.context_parallel,
+    )
 
 
-def refuse_other_tokenizer(cfg):
-    """Raises DataError if the data's tokenizer is not that of init_from's Hugging Face weights."""
-    hugging_face = (cfg.init_from or "").startswith("hf:")
-    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
-        manifest = read_manifest(folder)
-        name, sizes = manifest.get("tokenizer"), read_token_bytes(folder)
-        if name == cfg.tokenizer or sizes is None:
+def refuse_other_tokenizer(cfg, tokenizer):
+    """Raises DataError if the data was made with another one than the weights of init_from.
+
+    tokenizer: its name or file.
+    """
+    for folder, _ in mixture.folders(cfg.data_dir):
+        name = read_manifest(folder).get("tokenizer")
+        sizes = read_token_bytes(folder)
+        if name == tokenizer or sizes is None:
             continue
-        if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):
-            why = (
-                f"was tokenized with {name}, "
-                f"the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
+        if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
+            why = f"the weights of init_from={cfg.init_from} use {tokenizer}"
+            make = f"python fineweb.py --tokenizer={shlex.quote(tokenizer)}"
+            raise DataError(
+                f"data_dir={folder} was tokenized with {name}, {why}; make the data again "
+                f"with {make}"
             )
-            make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
-            raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
 
 def build_model(cfg, world, weights=None, eot=None):
@@ -297,7 +310,7 @@ def wrap(model, cfg, world, analysis, optimizer):
 def open_initial_weights(cfg):
     """{name: tensor or MergedTensor} of the weights in cfg.init_from.
 
-    Raises UserError if they are of another model.
+    Raises UserError if they are of another model, or of another tokenizer than the data.
     """
     name = cfg.init_from
     if name.startswith("hf:"):
@@ -306,6 +319,8 @@ def open_initial_weights(cfg):
         saved = checkpoint.SavedModel(*hf.open_hf(name))
     else:  # checkpoint_folders.find compares the manifest over ranks
         saved = checkpoint.open_model(name)
+        if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
+            refuse_other_tokenizer(cfg, saved.tokenizer)
     shorter = cfg.block_size < saved.shape.block_size
     free = ["vocab_multiple"]
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
