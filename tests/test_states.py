@@ -103,6 +103,16 @@ def resumed(state, folder):
     return start.warnings
 
 
+def test_a_resume_on_another_type_of_device_says_so(tmp_path):
+    state = state_of()
+    steps(state, 1)
+    folder = saved(state, tmp_path)
+    start = Start(tmp_path, str(folder), dry_run=True)
+    start.tensors["rng"] = {"0.cuda": torch.zeros(1)}
+    start.restore(state, WORLD)
+    assert start.warnings == ["not saved on cpu: random numbers and fp8's scales start afresh"]
+
+
 def same(a, b):
     if torch.is_tensor(a):
         return (
