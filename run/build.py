@@ -31,11 +31,12 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
+    reasons = {}
     in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
     fp16 = not any("precision=fp16" in line for line in in_fp16)
-    precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
-    reasons = {"precision": why}
-    attention, reasons["attention"] = cfg.attention, "as set"
+    precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
+    attention = cfg.attention
+    reasons["attention"] = "as set"
     if attention == "auto":
         attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
@@ -188,10 +189,8 @@ def separator(cfg):
 def refuse_edits(cfg, analysis):
     """Raises UserError for an edit of model.py that a setting would make wrong."""
     if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        why = (
-            "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
-        )
-        raise UserError(f"document_mask and context_parallel {why}")
+        why = "which model.py's attention does not call: see docs/experiment.md"
+        raise UserError(f"document_mask and context_parallel go around attn.core, {why}")
     if cfg.cuda_graph is True and analysis.unsaved:
         why = "is kept from call to call, which a replay does not run; make it a buffer"
         raise UserError(f"cuda_graph=True: {analysis.unsaved[0]} {why}")
@@ -202,11 +201,9 @@ def refuse_edits(cfg, analysis):
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
     if analysis.updates:
-        again = (
-            f"under remat={cfg.remat} a block runs twice, "
-            f"and so would change {analysis.updates[0]} twice"
-        )
-        raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
+        again = f"under remat={cfg.remat} a block runs twice, and so would change"
+        advice = "change it in train.py's loop, or set --remat=none"
+        raise UserError(f"{again} {analysis.updates[0]} twice; {advice}")
 
 
 def prepare(model, cfg, world, eot, analysis):
@@ -222,9 +219,9 @@ def prepare(model, cfg, world, eot, analysis):
         raise UserError(
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"
         )
-    for parameter in model.parameters() if cfg.weights == "bf16" else ():
-        # every parameter, since FSDP2 requires one dtype in a unit
-        parameter.data = parameter.data.bfloat16()
+    if cfg.weights == "bf16":
+        for parameter in model.parameters():  # every one: FSDP2 requires one dtype in a unit
+            parameter.data = parameter.data.bfloat16()
     if cfg.precision == "fp8":
         choose_fp8_layers(model)
     if cfg.document_mask:
@@ -261,10 +258,10 @@ def compile_model(model, sharded=False):
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
-    torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(
-        names, torch.__version__
-    )
+    torch._inductor.config.unsafe_marked_cacheable_functions = {
+        "torch.nn.attention._sdpa_kernel": torch.__version__,
+        "torch.nn.attention._backend_from_string": torch.__version__,
+    }
     # FSDP2 gathers the embedding in a hook, which a compiled function would not call
     if not sharded:
         model.embed = torch.compile(model.embed)
@@ -359,13 +356,14 @@ def describe(cfg, training, start):
         rows.append(("run", f"from step {state.step} on, {seconds}, whose {why}"))
     else:
         rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
-    if steps and cfg.warmup_steps >= steps and not cfg.dry_run:
-        words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
-        rows.append(("warning", words))
-    ids = getattr(state.loader, "ids", None) or cfg.vocab_size
-    if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
-        words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
-        rows.append(("warning", f"{words}; try --vocab_size={ids}"))
+        if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
+            words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
+            rows.append(("warning", words))
+    ids = getattr(state.loader, "ids", None)
+    if ids and not cfg.init_from:  # weights from elsewhere may have more
+        if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
+            words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
+            rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
     return rows + start.rows(cfg, state)
 
 

@@ -99,7 +99,10 @@ class Saver:
         parallel.free_gathered(model)
         self.refuse_not_finite(state.step, "weights", model.parameters())
         tensors = {"model": dict(model.named_parameters())}
-        tensors["rng"] = tensors_of_ranks(model, self.world.device)
+        tensors["rng"] = {}  # {"<rank>.<kind>": tensor}
+        of_ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
+        for rank, own in enumerate(of_ranks):
+            tensors["rng"] |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
         tensors["own_of_ranks"] = {}
         buffers = persistent_buffers(model)
         packs = {
@@ -159,26 +162,21 @@ class Saver:
             for tensor in group.values():
                 self.need += tensor.shape.numel() * tensor.dtype.itemsize
         # no rank goes on before all have begun: rank 0's folder is then there
-        contents = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
-        self.pending = self.thread.submit(write_files, self.aside, contents)
+        own = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
+        self.pending = self.thread.submit(write_files, self.aside, own)
         if not self.background:
             self.wait()
 
     def begin(self, tensors, state):
-        """Makes the folder, on rank 0; returns what this rank's write_files is to write there."""
+        """Makes the folder, on rank 0; returns the File of each group that this rank writes."""
         if self.world.main:
             begin_folder(self.aside, state)
-        contents = {}
-        for group, of_group in tensors.items():
-            contents |= self.own_file(group, of_group)
-        return contents
+        own = [self.own_file(group, of_group) for group, of_group in tensors.items()]
+        return [file for file in own if file.tensors]
 
     @torch.no_grad()
     def own_file(self, group, tensors):
-        """{file name: (tensors, shards)} of a group for write_files.
-
-        {} if this rank writes nothing of the group.
-        """
+        """The File of a group that this rank writes, perhaps without a tensor."""
         of_each_rank = group == "own_of_ranks" and self.world.size > 1
         own = {}
         shards = {}
@@ -192,10 +190,8 @@ class Saver:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 own[name] = copy.copy_(tensor, non_blocking=True)
             parallel.synchronize(self.world.device)
-        if not own:
-            return {}
         rank = f".rank{self.world.rank:05d}" if shards or of_each_rank else ""
-        return {f"{group}{rank}.safetensors": (own, shards)}
+        return File(f"{group}{rank}.safetensors", own, shards)
 
     def written(self):
         """1.0 if this rank has written its files of the save in progress, else 0.0.
@@ -221,9 +217,9 @@ class Saver:
         manifest = {}
         for written in of_ranks:
             manifest |= written
-        manifest |= {
-            p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest
-        }
+        for path in self.aside.iterdir():
+            if path.name not in manifest:
+                manifest[path.name] = files.digest(path)
         files.write_json(self.aside / "manifest.json", manifest)
         put_in_place(self.final)
         self.whole.add(self.final)
@@ -254,14 +250,14 @@ class Saver:
 def everywhere(action, kind=UserError):
     """action() on each rank; where one raises an error of the kind, all raise CheckpointError."""
     result = None
-    error = None
+    problem = None
     try:
         result = action()
-    except kind as problem:
-        error = str(problem) if isinstance(problem, (UserError, OSError)) else repr(problem)
-    for rank, failed in enumerate(parallel.gather_objects(error)):
-        if failed:
-            raise CheckpointError(f"rank {rank}: {failed}" if rank else failed)
+    except kind as error:
+        problem = str(error) if isinstance(error, (UserError, OSError)) else repr(error)
+    for rank, words in enumerate(parallel.gather_objects(problem)):
+        if words:
+            raise CheckpointError(f"rank {rank}: {words}" if rank else words)
     return result
 
 
@@ -318,21 +314,31 @@ def carried_tokenizer(folder):
     return None
 
 
+@dataclass
+class File:
+    """A safetensors file."""
+
+    name: str
+    tensors: dict  # {name: tensor}
+    shards: dict  # {name: (first row, rows of the whole tensor)} of those that are shards
+
+
 @torch.no_grad()
-def write_files(aside, contents):
-    """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
+def write_files(aside, own):
+    """Writes each File of a list -> {file name: digest}."""
     digests = {}
     if not aside.is_dir():
         raise OSError(
             f"{aside} is not there: out_dir must be on a file system that all nodes share"
         )
-    for name, (tensors, shards) in contents.items():
-        path = aside / name
-        header = {"shards": json.dumps(shards)} if shards else None
+    for file in own:
+        path = aside / file.name
+        header = {"shards": json.dumps(file.shards)} if file.shards else None
+        tensors = {name: t[...].cpu().contiguous() for name, t in file.tensors.items()}
         with files.by_umask(path):
-            save_file({k: t[...].cpu().contiguous() for k, t in tensors.items()}, path, header)
+            save_file(tensors, path, header)
         files.sync(path)
-        digests[name] = files.digest(path)
+        digests[file.name] = files.digest(path)
     return digests
 
 
@@ -356,14 +362,6 @@ def rank_tensors(model, device):
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat(amaxes).cpu()
     return state
-
-
-def tensors_of_ranks(model, device):
-    """{"<rank>.<kind>": tensor} of the rank_tensors of all ranks."""
-    found = {}
-    for rank, own in enumerate(parallel.gather_objects(rank_tensors(model, device))):
-        found |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
-    return found
 
 
 def load_rank_tensors(tensors, model, rank, device):
