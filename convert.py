@@ -128,29 +128,39 @@ def compare(folder, saved, dtype):
 
 def merge(cfg):
     """A checkpoint of many ranks, or the mean of a run's last ones -> one file for each group."""
-    from run import checkpoint, checkpoint_folders, reshard
+    from run import checkpoint, checkpoint_folders
+    from run.reshard import open_merged
 
     folder = checkpoint_folders.find(cfg.checkpoint)
-    tensors, state = reshard.open_merged(folder)
+    tensors, state = open_merged(folder)
     go_on = "resume"
     if cfg.average > 1:
-        last = checkpoint_folders.folders(cfg.checkpoint)[-cfg.average :]
-        if len(last) < cfg.average:
-            raise UserError(
-                f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}"
-            )
-        models = [reshard.open_merged(checkpoint_folders.find(path))[0]["model"] for path in last]
-        mean = {
-            name: sum(model[name][...].float() for model in models) / len(last)
-            for name in models[0]
-        }
+        mean = mean_of_last(cfg.checkpoint, cfg.average)
         tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
-        state = {name: state[name] for name in ("step", "config")}
+        state = {"step": state["step"], "config": state["config"]}
         go_on = "init_from"
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = carried
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
     print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
+
+
+def mean_of_last(run, number):
+    """{name: mean, in float32} of the weights in so many last checkpoints of a run's folder."""
+    from run.checkpoint_folders import find, folders
+    from run.reshard import open_merged
+
+    last = folders(run)[-number:]
+    if len(last) < number:
+        raise UserError(f"{run} holds {len(last)} checkpoints; try --average={len(last) or 1}")
+    models = []
+    for folder in last:
+        tensors, _ = open_merged(find(folder))
+        models.append(tensors["model"])
+    mean = {}
+    for name in models[0]:
+        mean[name] = sum(model[name][...].float() for model in models) / number
+    return mean
 
 
 if __name__ == "__main__":
