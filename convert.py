@@ -69,28 +69,28 @@ def export(cfg):
     from model import on_meta
     from run import checkpoint, hf, reshard
 
-    tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
-    model = on_meta(shape)
-    reshard.check_model_tensors(model, tensors)
-    name = cfg.tokenizer or name
+    saved = checkpoint.open_model(cfg.checkpoint)
+    model = on_meta(saved.shape)
+    reshard.check_model_tensors(model, saved.tensors)
+    name = cfg.tokenizer or saved.tokenizer
     tokenizer = None
     if name:
-        tokenizer = tokenizers.load(name, shape.vocab_size)
+        tokenizer = tokenizers.load(name, saved.shape.vocab_size)
     else:
         warn("the weights name no tokenizer, so that none is written; see --tokenizer")
     compared = []
 
     def check(folder):
-        compared.append(compare(folder, tensors, shape, cfg.dtype))
+        compared.append(compare(folder, saved, cfg.dtype))
 
     wrote = hf.save_hf(
-        model, cfg.to_hf, cfg.dtype, tensors=tensors, tokenizer=tokenizer, check=check
+        model, cfg.to_hf, cfg.dtype, tensors=saved.tensors, tokenizer=tokenizer, check=check
     )
     print(f"wrote {wrote} in {cfg.dtype}; {compared[0]}")
 
 
-def compare(folder, tensors, shape, dtype):
-    """Compares logits of an export and its checkpoint, in float32 on a row of random ids -> words.
+def compare(folder, saved, dtype):
+    """Compares logits of an export and its SavedModel, in float32 on a row of random ids -> words.
 
     Raises UserError if they differ by over 1e-3 of their standard deviation, from bfloat16 by 1e-2.
     """
@@ -98,9 +98,10 @@ def compare(folder, tensors, shape, dtype):
 
     from run import checkpoint
 
-    T = min(shape.block_size, 4096)
-    parameters = sum(tensor.shape.numel() for tensor in tensors.values())
-    need = 4 * (2 * parameters + 2 * T * shape.vocab_size)  # bytes, of both models and their logits
+    vocab_size = saved.shape.vocab_size
+    T = min(saved.shape.block_size, 4096)
+    parameters = sum(tensor.shape.numel() for tensor in saved.tensors.values())
+    need = 4 * (2 * parameters + 2 * T * vocab_size)  # bytes, of both models and their logits
     if need > 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         return f"logits were not compared: that takes {need / 2**30:.0f} GiB of memory"
     try:
@@ -108,9 +109,9 @@ def compare(folder, tensors, shape, dtype):
     except ImportError:
         return "logits were not compared: transformers is not installed"
     logging.disable_progress_bar()
-    own = checkpoint.model_of(tensors, shape, torch.device("cpu"))
+    own = checkpoint.model_of(saved, torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.randint(shape.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in own.parameters():
             p.copy_(p.to(getattr(torch, dtype)))  # rounded as the export is
@@ -127,29 +128,39 @@ def compare(folder, tensors, shape, dtype):
 
 def merge(cfg):
     """A checkpoint of many ranks, or the mean of a run's last ones -> one file for each group."""
-    from run import checkpoint, checkpoint_folders, reshard
+    from run import checkpoint, checkpoint_folders
+    from run.reshard import open_merged
 
     folder = checkpoint_folders.find(cfg.checkpoint)
-    tensors, state = reshard.open_folder(folder)
+    tensors, state = open_merged(folder)
     go_on = "resume"
     if cfg.average > 1:
-        last = checkpoint_folders.folders(cfg.checkpoint)[-cfg.average :]
-        if len(last) < cfg.average:
-            raise UserError(
-                f"{cfg.checkpoint} holds {len(last)} checkpoints; try --average={len(last) or 1}"
-            )
-        models = [reshard.open_folder(checkpoint_folders.find(path))[0]["model"] for path in last]
-        mean = {
-            name: sum(model[name][...].float() for model in models) / len(last)
-            for name in models[0]
-        }
+        mean = mean_of_last(cfg.checkpoint, cfg.average)
         tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
-        state = {name: state[name] for name in ("step", "config")}
+        state = {"step": state["step"], "config": state["config"]}
         go_on = "init_from"
     if carried := checkpoint.carried_tokenizer(folder):
-        state["config"]["tokenizer"] = str(carried)
+        state["config"]["tokenizer"] = carried
     wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
     print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
+
+
+def mean_of_last(run, number):
+    """{name: mean, in float32} of the weights in so many last checkpoints of a run's folder."""
+    from run.checkpoint_folders import find, folders
+    from run.reshard import open_merged
+
+    last = folders(run)[-number:]
+    if len(last) < number:
+        raise UserError(f"{run} holds {len(last)} checkpoints; try --average={len(last) or 1}")
+    models = []
+    for folder in last:
+        tensors, _ = open_merged(find(folder))
+        models.append(tensors["model"])
+    mean = {}
+    for name in models[0]:
+        mean[name] = sum(model[name][...].float() for model in models) / number
+    return mean
 
 
 if __name__ == "__main__":

@@ -34,60 +34,76 @@ def main(cfg):
             "name folders with validation shards: validate.py data/books --checkpoint=out/books"
         )
     from run import trained
-    from run.evaluate import in_words, loss_of_table
     from scale import parallel
 
     other = trained.other(cfg)  # before the first model is measured
-    found, T = measure(cfg, cfg.words)
-    others = measure(other, cfg.words, T)[0] if other else {}
-    for folder, (table, documents) in found.items():
-        size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        lines = [[folder, size, *in_words(loss_of_table(table, documents))]]
+    measured, T = measure(cfg, cfg.words)
+    others = {}
+    if other:
+        others, _ = measure(other, cfg.words, T)
+    for folder, own in measured.items():
+        size = f"{int(own.table[1].sum()):,} tokens, {len(set(own.documents)):,} documents"
+        lines = [" | ".join([folder, size, *own.in_words()])]
         if others:
-            difference = np.stack([table[0] - others[folder][0][0], *table[1:]])
-            lines.append(
-                [folder, f"less {cfg.against}'s", *in_words(loss_of_table(difference, documents))]
-            )
+            difference = own.less(others[folder])
+            lines.append(" | ".join([folder, f"less {cfg.against}'s", *difference.in_words()]))
         if is_rank_0():
-            say(*map(" | ".join, lines), sep="\n")
+            say(*lines, sep="\n")
     parallel.stop()
 
 
-def measure(cfg, words, T=None):
-    """({folder: (run.evaluate.score_rows's table, its rows' documents)}, T) of a model.
+@dataclass
+class Measured:
+    """A model's losses on a folder: run.evaluate.score_rows's table, and its rows' documents."""
 
-    T: None: the model's own.
-    """
+    table: np.ndarray  # (3, rows)
+    documents: np.ndarray  # (rows,)
+
+    def less(self, other):
+        nats, targets, text = self.table
+        return Measured(np.stack([nats - other.table[0], targets, text]), self.documents)
+
+    def in_words(self):
+        from run.evaluate import in_words, loss_of_table
+
+        return in_words(loss_of_table(self.table, self.documents))
+
+
+def measure(cfg, words, T=None):
+    """({folder: Measured}, T) of a model on rows of T tokens; None: as many as it has context."""
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
-    from run import checkpoint_folders, evaluate, reshard, trained
-    from scale import documents
+    from run import evaluate, trained
 
-    world, model, tokenizer, autocast = trained.load(cfg)
+    # as the run's own validation, which has its document mask
+    world, model, tokenizer, autocast = trained.load(cfg, mask_documents=True)
     shape = model.cfg
     T = T or shape.block_size
     if T > shape.block_size:
         raise UserError(f"{cfg.checkpoint} has block_size={shape.block_size} < {T}")
-    if cfg.checkpoint:
-        newest = [cfg.checkpoint, *checkpoint_folders.folders(cfg.checkpoint)][-1]
-        if reshard.read_state(newest).get("config", {}).get("document_mask"):
-            documents.apply(model, tokenizer.eot)
-    of_rank = dict(
-        rank=world.rank, world=world.size, vocab_size=shape.vocab_size, device=world.device
-    )
-    found = {}
+    measured = {}
     for word in words:
         for folder, _ in mixture.folders(word):
-            loader = TokenLoader(folder, "val", cfg.batch_size, T, **of_rank)
+            loader = TokenLoader(
+                folder,
+                "val",
+                B=cfg.batch_size,
+                T=T,
+                rank=world.rank,
+                world=world.size,
+                vocab_size=shape.vocab_size,
+                device=world.device,
+            )
             sizes = loader.token_bytes
             if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
                 raise DataError(
                     f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
                 )
-            table, _ = evaluate.score_rows(model, loader, max(T, cfg.tokens), autocast)
-            found[folder] = table, loader.documents(table.shape[1])
+            tokens = max(T, cfg.tokens)
+            table, _ = evaluate.score_rows(model, loader, tokens, autocast=autocast)
+            measured[folder] = Measured(table, loader.documents(table.shape[1]))
             loader.close()
-    return found, T
+    return measured, T
 
 
 if __name__ == "__main__":

@@ -96,13 +96,14 @@ def difference(facts):
     """In words, the first rank whose {name: fact in words} is not rank 0's, and how; else None."""
     of_ranks = parallel.gather_objects(facts)
     first = of_ranks[0]
-    for rank, found in enumerate(of_ranks):
-        other = [name for name in first | found if found.get(name) != first.get(name)]
-        if other:
-            pairs = [
-                f"{found.get(k, f'no {k}')}, rank 0 has {first.get(k, f'no {k}')}"
-                for k in other[:3]
-            ]
-            more = f" ({len(other)} differences)" if len(other) > 3 else ""
-            return f"rank {rank} has {'; it has '.join(pairs)}{more}"
+    for rank, own in enumerate(of_ranks):
+        pairs = []
+        for name in first | own:
+            here = own.get(name, f"no {name}")
+            there = first.get(name, f"no {name}")
+            if here != there:
+                pairs.append(f"{here}, rank 0 has {there}")
+        if pairs:
+            more = f" ({len(pairs)} differences)" if len(pairs) > 3 else ""
+            return f"rank {rank} has {'; it has '.join(pairs[:3])}{more}"
     return None

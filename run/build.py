@@ -31,11 +31,12 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
+    reasons = {}
     in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
     fp16 = not any("precision=fp16" in line for line in in_fp16)
-    precision, why = pick_precision(cfg.precision, device, cfg.weights, fp16)
-    reasons = {"precision": why}
-    attention, reasons["attention"] = cfg.attention, "as set"
+    precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
+    attention = cfg.attention
+    reasons["attention"] = "as set"
     if attention == "auto":
         attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
@@ -88,21 +89,27 @@ def make_loader(cfg, world):
 
     docs/experiment.md describes them.
     """
-    refuse_other_tokenizer(cfg)
-    order = dict(
-        shuffle_seed=cfg.shuffle_seed, align=cfg.align_documents, batch_tokens=cfg.batch_tokens
+    if (cfg.init_from or "").startswith("hf:") and cfg.tokenizer:  # the weights', by hf.adopt
+        refuse_other_tokenizer(cfg, cfg.tokenizer)
+    options = for_rank(cfg, world)
+    options["B"] = cfg.loader_rows(world.size)
+    return TokenLoader(
+        cfg.data_dir,
+        "train",
+        batch_tokens=cfg.batch_tokens,
+        shuffle_seed=cfg.shuffle_seed,
+        align=cfg.align_documents,
+        allow_data_change=cfg.allow_data_change,
+        **options,
     )
-    order["allow_data_change"] = cfg.allow_data_change
-    shape = for_rank(cfg, world) | dict(B=cfg.loader_rows(world.size))
-    return TokenLoader(cfg.data_dir, "train", **order, **shape)
 
 
 def validation_loaders(cfg, world):
     """[(weight in the loss and in the tokens, loader)] of the folders' validation splits."""
     folders = mixture.folders(str(cfg.data_dir))
     whole = sum(weight for _, weight in folders)
-    loaders = [TokenLoader(folder, "val", **for_rank(cfg, world)) for folder, _ in folders]
-    return [(weight / whole, loader) for (_, weight), loader in zip(folders, loaders)]
+    options = for_rank(cfg, world)
+    return [(weight / whole, TokenLoader(folder, "val", **options)) for folder, weight in folders]
 
 
 def for_rank(cfg, world):
@@ -110,26 +117,33 @@ def for_rank(cfg, world):
 
     Ranks read different rows, but those that share a sequence read the same ones.
     """
-    rank, ranks = world.rank // cfg.context_parallel, world.size // cfg.context_parallel
-    shape = dict(vocab_size=cfg.vocab_size, B=cfg.batch_size, T=cfg.block_size)
-    return shape | dict(device=world.device, rank=rank, world=ranks)
+    return dict(
+        vocab_size=cfg.vocab_size,
+        B=cfg.batch_size,
+        T=cfg.block_size,
+        device=world.device,
+        rank=world.rank // cfg.context_parallel,
+        world=world.size // cfg.context_parallel,
+    )
 
 
-def refuse_other_tokenizer(cfg):
-    """Raises DataError if the data's tokenizer is not that of init_from's Hugging Face weights."""
-    hugging_face = (cfg.init_from or "").startswith("hf:")
-    for folder, _ in mixture.folders(cfg.data_dir) if cfg.tokenizer and hugging_face else []:
-        manifest = read_manifest(folder)
-        name, sizes = manifest.get("tokenizer"), read_token_bytes(folder)
-        if name == cfg.tokenizer or sizes is None:
+def refuse_other_tokenizer(cfg, tokenizer):
+    """Raises DataError if the data was made with another one than the weights of init_from.
+
+    tokenizer: its name or file.
+    """
+    for folder, _ in mixture.folders(cfg.data_dir):
+        name = read_manifest(folder).get("tokenizer")
+        sizes = read_token_bytes(folder)
+        if name == tokenizer or sizes is None:
             continue
-        if not np.array_equal(tokenizers.load(cfg.tokenizer).token_bytes(), sizes):
-            why = (
-                f"was tokenized with {name}, "
-                f"the weights of init_from={cfg.init_from} use {cfg.tokenizer}"
+        if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
+            why = f"the weights of init_from={cfg.init_from} use {tokenizer}"
+            make = f"python fineweb.py --tokenizer={shlex.quote(tokenizer)}"
+            raise DataError(
+                f"data_dir={folder} was tokenized with {name}, {why}; make the data again "
+                f"with {make}"
             )
-            make = f"python fineweb.py --tokenizer={shlex.quote(cfg.tokenizer)}"
-            raise DataError(f"data_dir={folder} {why}; make the data again with {make}")
 
 
 def build_model(cfg, world, weights=None, eot=None):
@@ -148,10 +162,10 @@ def build_model(cfg, world, weights=None, eot=None):
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
     buffers = reshard.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
-        analysis.new = reshard.load_model_tensors(model, weights, may_lack=buffers)
+        analysis.new = reshard.load_resharded(model, weights, may_lack=buffers)
     elif cfg.init_from:  # the model may have more, such as LoRA's or a second head's
         own = dict(model.named_parameters()) | buffers
-        analysis.new = reshard.load_model_tensors(model, open_initial_weights(cfg), may_lack=own)
+        analysis.new = reshard.load_resharded(model, open_initial_weights(cfg), may_lack=own)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.broadcast(buffers.values())
@@ -175,10 +189,8 @@ def separator(cfg):
 def refuse_edits(cfg, analysis):
     """Raises UserError for an edit of model.py that a setting would make wrong."""
     if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        why = (
-            "go around attn.core, which model.py's attention does not call: see docs/experiment.md"
-        )
-        raise UserError(f"document_mask and context_parallel {why}")
+        why = "which model.py's attention does not call: see docs/experiment.md"
+        raise UserError(f"document_mask and context_parallel go around attn.core, {why}")
     if cfg.cuda_graph is True and analysis.unsaved:
         why = "is kept from call to call, which a replay does not run; make it a buffer"
         raise UserError(f"cuda_graph=True: {analysis.unsaved[0]} {why}")
@@ -189,11 +201,9 @@ def refuse_edits(cfg, analysis):
         why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
         raise UserError(f"{what} {why}")
     if analysis.updates:
-        again = (
-            f"under remat={cfg.remat} a block runs twice, "
-            f"and so would change {analysis.updates[0]} twice"
-        )
-        raise UserError(f"{again}; change it in train.py's loop, or set --remat=none")
+        again = f"under remat={cfg.remat} a block runs twice, and so would change"
+        advice = "change it in train.py's loop, or set --remat=none"
+        raise UserError(f"{again} {analysis.updates[0]} twice; {advice}")
 
 
 def prepare(model, cfg, world, eot, analysis):
@@ -209,9 +219,9 @@ def prepare(model, cfg, world, eot, analysis):
         raise UserError(
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"
         )
-    for parameter in model.parameters() if cfg.weights == "bf16" else ():
-        # every parameter, since FSDP2 requires one dtype in a unit
-        parameter.data = parameter.data.bfloat16()
+    if cfg.weights == "bf16":
+        for parameter in model.parameters():  # every one: FSDP2 requires one dtype in a unit
+            parameter.data = parameter.data.bfloat16()
     if cfg.precision == "fp8":
         choose_fp8_layers(model)
     if cfg.document_mask:
@@ -248,10 +258,10 @@ def compile_model(model, sharded=False):
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    names = "torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string"
-    torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(
-        names, torch.__version__
-    )
+    torch._inductor.config.unsafe_marked_cacheable_functions = {
+        "torch.nn.attention._sdpa_kernel": torch.__version__,
+        "torch.nn.attention._backend_from_string": torch.__version__,
+    }
     # FSDP2 gathers the embedding in a hook, which a compiled function would not call
     if not sharded:
         model.embed = torch.compile(model.embed)
@@ -295,23 +305,26 @@ def wrap(model, cfg, world, analysis, optimizer):
 
 
 def open_initial_weights(cfg):
-    """{name: tensor or SavedTensor} of the weights in cfg.init_from.
+    """{name: tensor or MergedTensor} of the weights in cfg.init_from.
 
-    Raises UserError if they are of another model.
+    Raises UserError if they are of another model, or of another tokenizer than the data.
     """
     name = cfg.init_from
     if name.startswith("hf:"):
         name = name.removeprefix("hf:")
         agreement.weights(hf.fetch(name))
-        tensors, shape, _ = hf.open_hf(name)
+        saved = checkpoint.SavedModel(*hf.open_hf(name))
     else:  # checkpoint_folders.find compares the manifest over ranks
-        tensors, shape, _ = checkpoint.open_model(name)
-    shorter = cfg.block_size < shape.block_size
+        saved = checkpoint.open_model(name)
+        if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
+            refuse_other_tokenizer(cfg, saved.tokenizer)
+    shorter = cfg.block_size < saved.shape.block_size
     free = ["vocab_multiple"]
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
         free.append("block_size")
-    if wrong := shape.differences(cfg, free):
+    if wrong := saved.shape.differences(cfg, free):
         raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+    tensors = saved.tensors
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
     return tensors
@@ -343,13 +356,14 @@ def describe(cfg, training, start):
         rows.append(("run", f"from step {state.step} on, {seconds}, whose {why}"))
     else:
         rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
-    if steps and cfg.warmup_steps >= steps and not cfg.dry_run:
-        words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
-        rows.append(("warning", words))
-    ids = getattr(state.loader, "ids", None) or cfg.vocab_size
-    if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab and not cfg.init_from:
-        words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data's tokenizer"
-        rows.append(("warning", f"{words}; try --vocab_size={ids}"))
+        if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
+            words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
+            rows.append(("warning", words))
+    ids = getattr(state.loader, "ids", None)
+    if ids and not cfg.init_from:  # weights from elsewhere may have more
+        if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
+            words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
+            rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
     return rows + start.rows(cfg, state)
 
 

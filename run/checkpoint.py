@@ -8,7 +8,7 @@ import contextlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,13 @@ from fast.chips import best_attention
 from run import agreement, source, states
 from run.checkpoint_folders import delete_hidden, find, folders, hidden_path, prune, put_in_place
 from run.logger import NotFinite
-from run.reshard import load_model_tensors, open_folder, persistent_buffers, read_state, with_prefix
+from run.reshard import (
+    load_resharded,
+    open_merged,
+    persistent_buffers,
+    read_state_json,
+    with_prefix,
+)
 from run.states import CheckpointError
 from scale import generators, parallel
 from scale.shards import is_first_copy, rows_of
@@ -35,6 +41,7 @@ from system.errors import UserError, refuse, warn
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 SCHEDULE += "max_tokens max_seconds batch_schedule".split()
+OTHERS_READ = ("optimizer", "tokenizer", "document_mask")  # settings that a checkpoint decides
 GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values of State.own"}
 
 
@@ -63,7 +70,7 @@ class Saver:
         self.last = None  # step of the last save
         self.whole = set()  # for prune
         if last is not None:
-            self.last = read_state(last)["step"]
+            self.last = read_state_json(last)["step"]
             self.whole.add(last)
         self.thread = ThreadPoolExecutor(1)
         self.pending = None  # the future of write_files
@@ -92,7 +99,10 @@ class Saver:
         parallel.free_gathered(model)
         self.refuse_not_finite(state.step, "weights", model.parameters())
         tensors = {"model": dict(model.named_parameters())}
-        tensors["rng"] = tensors_of_ranks(model, self.world.device)
+        tensors["rng"] = {}  # {"<rank>.<kind>": tensor}
+        of_ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
+        for rank, own in enumerate(of_ranks):
+            tensors["rng"] |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
         tensors["own_of_ranks"] = {}
         buffers = persistent_buffers(model)
         packs = {
@@ -139,7 +149,7 @@ class Saver:
             )
 
     def write(self, step, tensors, state):
-        """Saves the `state` and {"model": {name: tensor or SavedTensor}, ...}, a file for each key.
+        """Saves the `state` and {"model": {name: tensor or MergedTensor}, ...}, a file each key.
 
         Tensors of the key own_of_ranks are saved by each rank, all others once.
         """
@@ -152,26 +162,21 @@ class Saver:
             for tensor in group.values():
                 self.need += tensor.shape.numel() * tensor.dtype.itemsize
         # no rank goes on before all have begun: rank 0's folder is then there
-        contents = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
-        self.pending = self.thread.submit(write_files, self.aside, contents)
+        own = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
+        self.pending = self.thread.submit(write_files, self.aside, own)
         if not self.background:
             self.wait()
 
     def begin(self, tensors, state):
-        """Makes the folder, on rank 0; returns what this rank's write_files is to write there."""
+        """Makes the folder, on rank 0; returns the File of each group that this rank writes."""
         if self.world.main:
             begin_folder(self.aside, state)
-        contents = {}
-        for group, of_group in tensors.items():
-            contents |= self.own_file(group, of_group)
-        return contents
+        own = [self.own_file(group, of_group) for group, of_group in tensors.items()]
+        return [file for file in own if file.tensors]
 
     @torch.no_grad()
     def own_file(self, group, tensors):
-        """{file name: (tensors, shards)} of a group for write_files.
-
-        {} if this rank writes nothing of the group.
-        """
+        """The File of a group that this rank writes, perhaps without a tensor."""
         of_each_rank = group == "own_of_ranks" and self.world.size > 1
         own = {}
         shards = {}
@@ -185,10 +190,8 @@ class Saver:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 own[name] = copy.copy_(tensor, non_blocking=True)
             parallel.synchronize(self.world.device)
-        if not own:
-            return {}
         rank = f".rank{self.world.rank:05d}" if shards or of_each_rank else ""
-        return {f"{group}{rank}.safetensors": (own, shards)}
+        return File(f"{group}{rank}.safetensors", own, shards)
 
     def written(self):
         """1.0 if this rank has written its files of the save in progress, else 0.0.
@@ -214,9 +217,9 @@ class Saver:
         manifest = {}
         for written in of_ranks:
             manifest |= written
-        manifest |= {
-            p.name: files.digest(p) for p in self.aside.iterdir() if p.name not in manifest
-        }
+        for path in self.aside.iterdir():
+            if path.name not in manifest:
+                manifest[path.name] = files.digest(path)
         files.write_json(self.aside / "manifest.json", manifest)
         put_in_place(self.final)
         self.whole.add(self.final)
@@ -247,14 +250,14 @@ class Saver:
 def everywhere(action, kind=UserError):
     """action() on each rank; where one raises an error of the kind, all raise CheckpointError."""
     result = None
-    error = None
+    problem = None
     try:
         result = action()
-    except kind as problem:
-        error = str(problem) if isinstance(problem, (UserError, OSError)) else repr(problem)
-    for rank, failed in enumerate(parallel.gather_objects(error)):
-        if failed:
-            raise CheckpointError(f"rank {rank}: {failed}" if rank else failed)
+    except kind as error:
+        problem = str(error) if isinstance(error, (UserError, OSError)) else repr(error)
+    for rank, words in enumerate(parallel.gather_objects(problem)):
+        if words:
+            raise CheckpointError(f"rank {rank}: {words}" if rank else words)
     return result
 
 
@@ -290,37 +293,52 @@ def begin_folder(aside, state):
 
 
 def tokenizer_file(out_dir, name):
-    """The file of a run's tokenizer, or the copy in an earlier checkpoint, or None."""
+    """The path of the tokenizer's file of a run, or of its newest copy in a checkpoint, or None."""
     if name is None or tokenizers.built_in(name):
         return None
     path = tokenizers.file_of(name)
     if path and path.is_file():
         return path
-    carried = map(carried_tokenizer, folders(out_dir)[::-1])
-    return next(filter(None, carried), None)
+    for folder in reversed(folders(out_dir)):
+        if carried := carried_tokenizer(folder):
+            return Path(carried)
+    return None
 
 
 def carried_tokenizer(folder):
-    """The file of the tokenizer in a checkpoint, or None."""
-    paths = (Path(folder) / name for name in ("tokenizer.json", "tokenizer.model"))
-    return next((path for path in paths if path.is_file()), None)
+    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = Path(folder) / name
+        if path.is_file():
+            return str(path)
+    return None
+
+
+@dataclass
+class File:
+    """A safetensors file."""
+
+    name: str
+    tensors: dict  # {name: tensor}
+    shards: dict  # {name: (first row, rows of the whole tensor)} of those that are shards
 
 
 @torch.no_grad()
-def write_files(aside, contents):
-    """Writes {file name: (tensors, {name: (first row, rows)} of shards)} -> {file name: digest}."""
+def write_files(aside, own):
+    """Writes each File of a list -> {file name: digest}."""
     digests = {}
     if not aside.is_dir():
         raise OSError(
             f"{aside} is not there: out_dir must be on a file system that all nodes share"
         )
-    for name, (tensors, shards) in contents.items():
-        path = aside / name
-        header = {"shards": json.dumps(shards)} if shards else None
+    for file in own:
+        path = aside / file.name
+        header = {"shards": json.dumps(file.shards)} if file.shards else None
+        tensors = {name: t[...].cpu().contiguous() for name, t in file.tensors.items()}
         with files.by_umask(path):
-            save_file({k: t[...].cpu().contiguous() for k, t in tensors.items()}, path, header)
+            save_file(tensors, path, header)
         files.sync(path)
-        digests[name] = files.digest(path)
+        digests[file.name] = files.digest(path)
     return digests
 
 
@@ -330,7 +348,7 @@ def saved_settings(folder, state):
     What is read has been checked for them.
     """
     try:
-        config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, "optimizer", "tokenizer"})
+        config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, *OTHERS_READ})
         shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
         refuse(shape.problems())
     except UserError as error:
@@ -344,14 +362,6 @@ def rank_tensors(model, device):
     if amaxes := magnitudes(model):
         state["magnitudes"] = torch.cat(amaxes).cpu()
     return state
-
-
-def tensors_of_ranks(model, device):
-    """{"<rank>.<kind>": tensor} of the rank_tensors of all ranks."""
-    found = {}
-    for rank, own in enumerate(parallel.gather_objects(rank_tensors(model, device))):
-        found |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
-    return found
 
 
 def load_rank_tensors(tensors, model, rank, device):
@@ -381,24 +391,38 @@ def magnitudes(model):
     return [buffer.view(-1)[:2] for name, buffer in buffers if name.endswith("_amax")]
 
 
+@dataclass
+class SavedModel:
+    """A trained model, of which no weights are read yet."""
+
+    tensors: dict  # {name: tensor or MergedTensor}
+    shape: GPTConfig
+    tokenizer: str | None  # its name or file
+    document_mask: bool = False  # whether it was trained with it
+
+
 def open_model(path):
-    """({name: SavedTensor}, GPTConfig, tokenizer's name or file or None) of a run or checkpoint."""
+    """The SavedModel of a run's folder or a checkpoint."""
     folder = find(path)
     warn(source.warning(folder))
-    tensors, state = open_folder(folder)
+    tensors, state = open_merged(folder)
     config, shape = saved_settings(folder, state)
-    carried = carried_tokenizer(folder)
-    tokenizer = str(carried) if carried else config.get("tokenizer")
-    return tensors["model"] | tensors.get("buffers", {}), shape, tokenizer
+    return SavedModel(
+        tensors["model"] | tensors.get("buffers", {}),
+        shape,
+        carried_tokenizer(folder) or config.get("tokenizer"),
+        config.get("document_mask", False),
+    )
 
 
 @torch.no_grad()
-def model_of(tensors, shape, device, precision="fp32", world=None):
-    """A GPT in bf16 or fp32 with {name: tensor or SavedTensor}.
+def model_of(saved, device, precision="fp32", world=None):
+    """The GPT of a SavedModel, in bf16 or fp32.
 
     world: ranks among which FSDP2 divides it.
     """
-    model = models.on_meta(replace(shape, attention=best_attention(device, precision)[0]))
+    shape = replace(saved.shape, attention=best_attention(device, precision)[0])
+    model = models.on_meta(shape)
     if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -408,5 +432,5 @@ def model_of(tensors, shape, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         fsdp.shard(model, settings, world)
     models.allocate(model, device)
-    load_model_tensors(model, tensors)
+    load_resharded(model, saved.tensors)
     return model.eval()

@@ -12,7 +12,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from run.reshard import open_folder, read_state
+from run.reshard import open_merged, read_state_json
 from run.states import CheckpointError
 from scale import parallel
 from system import files
@@ -100,7 +100,7 @@ def bring_back(out_dir):
 def is_other_step(folder):
     """Whether a checkpoint's name and its state.json are of two steps: it was copied or renamed."""
     try:
-        step = read_state(folder).get("step")
+        step = read_state_json(folder).get("step")
     except CheckpointError:
         return False
     named = re.fullmatch(f"step_({DIGITS})", folder.name)
@@ -117,7 +117,7 @@ def prune(final, keep_last, whole):
     for folder in older:
         try:
             if folder in whole or problem(folder) is None:
-                losses[folder] = read_state(folder).get("val_loss")
+                losses[folder] = read_state_json(folder).get("val_loss")
         except CheckpointError as error:
             whole.discard(folder)
             warn(f"{folder} was damaged while this run went on ({error})")
@@ -136,25 +136,24 @@ def find(path):
     All ranks call it.
     """
     path = Path(path)
-    names = None
-    manifest = path / "manifest.json"
-    if not os.path.exists(path) or not (path.match(f"step_{DIGITS}") or manifest.is_file()):
-        names = [folder.name for folder in folders(path)[::-1]]
+    exists = os.path.exists(path)
+    is_one = exists and (path.match(f"step_{DIGITS}") or (path / "manifest.json").is_file())
+    newest_first = [folder.name for folder in reversed(folders(path))]
     # rank 0's, since another node may not see the folder, or may have its own
-    names = parallel.gather_objects(names)[0]
-    found = [path] if names is None else [path / name for name in names]
-    first_wrong = None
-    for folder in found:
+    is_one, newest_first = parallel.gather_objects((is_one, newest_first))[0]
+    candidates = [path] if is_one else [path / name for name in newest_first]
+    problems = []
+    for folder in candidates:
         wrong = problem_of_ranks(folder)
         if wrong is None:
-            if folder != found[0]:
+            if problems:
                 warn(f"{folder} is taken, the newest that is whole")
             return folder
-        first_wrong = first_wrong or wrong
+        problems.append(wrong)
         warn(f"{folder} is damaged ({wrong}); left in place")
-    why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
-    if first_wrong:
-        why += f", the newest: {first_wrong}"
+    why = f"{len(candidates)} damaged" if exists else "no such folder"
+    if problems:
+        why += f", the newest: {problems[0]}"
     hint = (
         "expected a run's folder, or one of its step_*/; "
         "Hugging Face weights are --init_from=hf:FOLDER"
@@ -183,25 +182,37 @@ def problem(folder, rank=0, ranks=1):
 
     Each of the ranks reads other files.
     """
-    folder = Path(folder)
     try:
-        manifest = files.read_json(folder / "manifest.json", CheckpointError, {})
-        held = [*folder.glob("*.safetensors"), *folder.glob("values.json")]
-        for name in sorted({"state.json", *(path.name for path in held)} - manifest.keys()):
-            return f"manifest.json does not name {name}"
-        for name in manifest:
-            path = folder / name
-            if not files.plain_name(name) or path.is_symlink() or not path.is_file():
-                return f"manifest.json names {name!r}, which is not a file in the folder"
-        if is_other_step(folder):
-            return f"it is of step {read_state(folder)['step']}: copied, or renamed"
-        own = sorted(manifest)[rank::ranks]
-        with ThreadPoolExecutor() as pool:
-            for name, found in zip(own, pool.map(files.digest, [folder / name for name in own])):
-                if list(found) != manifest[name]:
-                    return f"{name} is not as long as manifest.json says, or has another SHA-256"
-        if rank == 0 and "model" not in open_folder(folder)[0]:
-            return "it holds no weights"
+        verify(Path(folder), rank, ranks)
     except (CheckpointError, OSError) as error:
         return str(error)
     return None
+
+
+def verify(folder, rank, ranks):
+    """Raises CheckpointError, or OSError, unless a checkpoint is whole."""
+    manifest = files.read_json(folder / "manifest.json", CheckpointError, {})
+    needed = {"state.json"}
+    for pattern in ("*.safetensors", "values.json"):
+        needed |= {path.name for path in folder.glob(pattern)}
+    if unnamed := sorted(needed - manifest.keys()):
+        raise CheckpointError(f"manifest.json does not name {unnamed[0]}")
+    for name in manifest:
+        path = folder / name
+        if not files.plain_name(name) or path.is_symlink() or not path.is_file():
+            raise CheckpointError(
+                f"manifest.json names {name!r}, which is not a file in the folder"
+            )
+    if is_other_step(folder):
+        step = read_state_json(folder)["step"]
+        raise CheckpointError(f"it is of step {step}: copied, or renamed")
+    own = sorted(manifest)[rank::ranks]
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(files.digest, [folder / name for name in own])
+        for name, digest in zip(own, digests):
+            if list(digest) != manifest[name]:
+                raise CheckpointError(
+                    f"{name} is not as long as manifest.json says, or has another SHA-256"
+                )
+    if rank == 0 and "model" not in open_merged(folder)[0]:
+        raise CheckpointError("it holds no weights")

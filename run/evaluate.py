@@ -21,40 +21,58 @@ SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}
 
 
+def whole_rows(x, y):
+    """(x, y, positions) of a rank that has whole rows of a batch."""
+    return x, y, None
+
+
+def never():
+    return False
+
+
 @torch.no_grad()
-def score_rows(model, loader, tokens, autocast, own=lambda x, y: (x, y, None), stop=lambda: False):
+def score_rows(model, loader, tokens, *, autocast, own_tokens=whole_rows, stop=never):
     """Evaluates a split's first rows, about `tokens` tokens -> (table, extras).
 
     Both are equal on every rank. table: float64 (3, rows): a row's loss in nats, its targets, bytes
-    of their text (0 or NaN: unknown). extras: {name: mean over the targets} of the forward. own:
-    this rank's part of a batch.
+    of their text (NaN: unknown). extras: {name: mean over the targets} of the forward. own_tokens:
+    makes (x, y, positions) of this rank of a batch. stop(): whether to leave the rest.
     """
     device = parallel.device_of(model)
     token_bytes = None
     if loader.token_bytes is not None:
         token_bytes = torch.as_tensor(loader.token_bytes, device=device)
     rows = loader.eval_rows(tokens)
-    stride = loader.world * loader.B
-    count = -(-rows // stride)
-    table = torch.zeros(3, count * stride, device=device)
+    batch_rows = loader.world * loader.B  # of all ranks
+    batches = math.ceil(rows / batch_rows)
+    table = torch.zeros(3, batches * batch_rows, device=device)
     sums = {}
-    first = loader.rank * loader.B
-    for batch in progress(loader.eval_batches(tokens), "validation", count, stop):
-        x, y, positions = own(*batch)
+    first = loader.rank * loader.B  # this rank's first row of the batch
+    for x, y in progress(loader.eval_batches(tokens), "validation", batches, stop):
+        x, y, positions = own_tokens(x, y)
         with autocast:
             loss, targets, extras = losses_of_rows(model, x, y, positions)
-        real = y >= 0
-        text = torch.zeros_like(y)
-        if token_bytes is not None:
-            text = token_bytes[y.clamp(min=0)] * real
-        # of the targets that a forward leaves out, or adds, nobody knows the bytes
-        text = torch.where(targets == real.sum(1), text.sum(1), torch.nan)
+        text = bytes_of_rows(y, targets, token_bytes)
         table[:, first : first + loader.B] = torch.stack([loss * targets, targets, text])
-        first += stride
+        first += batch_rows
         for name, value in extras.items():
             sums[name] = sums.get(name, 0.0) + value
     table = parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
     return table, means_over_ranks(sums, table[1].sum(), device)
+
+
+def bytes_of_rows(y, targets, token_bytes):
+    """(B,): bytes of the text of each row's targets; NaN where they are not known.
+
+    y: (B, T). targets: (B,), their number as the forward counts it. token_bytes: (V,), or None.
+    """
+    unknown = torch.full(targets.shape, torch.nan, device=y.device)
+    if token_bytes is None:
+        return unknown
+    real = y >= 0
+    text = (token_bytes[y.clamp(min=0)] * real).sum(1)
+    # of the targets that a forward leaves out, or adds, nobody knows the bytes
+    return torch.where(targets == real.sum(1), text, unknown)
 
 
 def means_over_ranks(sums, targets, device):
@@ -129,19 +147,23 @@ def loss_of_table(table, documents):
     nats, targets, text = table
     loss, stderr = ratio(nats, targets, documents)
     bpb = bpb_stderr = None
-    if text.any() and not np.isnan(text).any():
+    if not np.isnan(text).any():
         bpb, bpb_stderr = ratio(nats / math.log(2), text, documents)
     return dict(loss=loss, stderr=stderr, bpb=bpb, bpb_stderr=bpb_stderr)
 
 
 def in_words(score):
     """Parts of a line for the console; after ±, the standard errors."""
-    # a single document tells nothing of the error, which is then NaN
-    spread = lambda error: "" if math.isnan(error) else f" ±{error:.4f}"
-    words = [f"loss {score['loss']:.4f}{spread(score['stderr'])}"]
+    words = [f"loss {with_error(score['loss'], score['stderr'])}"]
     if score["bpb"] is not None:
-        words.append(f"{score['bpb']:.4f}{spread(score['bpb_stderr'])} bits/byte")
+        words.append(f"{with_error(score['bpb'], score['bpb_stderr'])} bits/byte")
     return words
+
+
+def with_error(mean, stderr):
+    if math.isnan(stderr):  # a single document tells nothing of the error
+        return f"{mean:.4f}"
+    return f"{mean:.4f} ±{stderr:.4f}"
 
 
 def in_figures(found):
@@ -178,7 +200,10 @@ class Evaluations:
 
     def __init__(self, state, autocast, log, watch, cfg):
         """state: a train.State, of which `evaluated` and `score` are set here."""
-        self.state, self.autocast, self.log, self.watch = state, autocast, log, watch
+        self.state = state
+        self.autocast = autocast
+        self.log = log
+        self.watch = watch
         self.cfg = cfg
         self.each = {}  # {name: Evaluation}
 
@@ -272,30 +297,36 @@ def loggable(evaluation, name, value):
     return value
 
 
-def validation_loss(model, loaders, tokens, autocast, own, stop):
+def validation_loss(model, loaders, tokens, *, autocast, own_tokens, stop):
     """The losses of the data folders, and of their mixture; None once stop() is true.
 
-    loaders: [(weight in the loss and in the tokens, loader)]. Bits per byte of folders differ too
-    much to have a mean.
+    loaders: [(weight in the loss and in the tokens, loader)]. The rest: see score_rows. Bits per
+    byte of folders differ too much to have a mean.
     """
-    folders, extras = {}, {}
+    folders = {}
+    extras = {}
     loss = 0.0
     errors = []
     for weight, loader in loaders:
         part = max(loader.T, round(weight * tokens))
-        table, found = score_rows(model, loader, part, autocast, own, stop)
+        table, means = score_rows(
+            model, loader, part, autocast=autocast, own_tokens=own_tokens, stop=stop
+        )
         if stop():
             return None
-        score = folders[loader.data_dir] = loss_of_table(table, loader.documents(table.shape[1]))
+        score = loss_of_table(table, loader.documents(table.shape[1]))
+        folders[loader.data_dir] = score
         loss += weight * score["loss"]
         errors.append(weight * score["stderr"])
-        for name, value in found.items():
-            extras[name] = extras.get(name, 0.0) + weight * value
-    if len(folders) > 1:
-        score = dict(loss=loss, stderr=math.hypot(*errors), bpb=None, folders=folders)
+        for name, mean in means.items():
+            extras[name] = extras.get(name, 0.0) + weight * mean
+    if len(folders) == 1:
+        found = score | {"folders": {}}
     else:
-        score = score | {"folders": {}}
-    return score | {"extras": extras} if extras else score
+        found = dict(loss=loss, stderr=math.hypot(*errors), bpb=None, folders=folders)
+    if extras:
+        found["extras"] = extras
+    return found
 
 
 def validation_lines(score):
@@ -327,8 +358,6 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 
 
 def add_validation(evaluations, cfg, world, loaders):
-    own = functools.partial(context_parallel.own_tokens, cfg, world)
-    stop = evaluations.watch.agreed
     splits = ", ".join(
         f"{weight:g} of {getattr(loader, 'fingerprint', None)}" for weight, loader in loaders
     )
@@ -336,8 +365,17 @@ def add_validation(evaluations, cfg, world, loaders):
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
 
     def evaluate(model):
-        found = validation_loss(model, loaders, cfg.eval_tokens, evaluations.autocast, own, stop)
-        return found and found | {"held_out": held_out}
+        found = validation_loss(
+            model,
+            loaders,
+            cfg.eval_tokens,
+            autocast=evaluations.autocast,
+            own_tokens=functools.partial(context_parallel.own_tokens, cfg, world),
+            stop=evaluations.watch.agreed,
+        )
+        if found:
+            found["held_out"] = held_out
+        return found
 
     options = dict(lines=validation_lines, best="loss", whole_rows=False)
     evaluations.add("val", cfg.eval_interval, evaluate, **options)
@@ -351,8 +389,9 @@ def add_samples(evaluations, cfg, world, tokenizer):
     from run import sampling
 
     def evaluate(model):
-        options = dict(tokenizer=tokenizer, prompt=cfg.sample_prompt, seed=cfg.seed + world.rank)
-        first, *others = parallel.gather_objects(sampling.texts(model, **options, **SAMPLES))
+        seed = cfg.seed + world.rank
+        own = sampling.texts(model, tokenizer, cfg.sample_prompt, seed=seed, **SAMPLES)
+        first, *others = parallel.gather_objects(own)
         found = {"texts": first}
         if others:
             found["others"] = [
@@ -360,7 +399,9 @@ def add_samples(evaluations, cfg, world, tokenizer):
             ]
         return found
 
-    lines = lambda found: map(repr, found["texts"])
+    def lines(found):
+        return [repr(text) for text in found["texts"]]
+
     evaluations.add("sample", cfg.sample_interval, evaluate, lines=lines, at_start=False)
 
 
@@ -368,22 +409,24 @@ def add_hellaswag(evaluations, cfg, tokenizer):
     """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
-    found = problem = None  # a problem of one rank is one of all
+    examples = problem = None
     try:
-        found = hellaswag.load(cfg.hellaswag_file)
+        examples = hellaswag.load(cfg.hellaswag_file)
     except hellaswag.Unavailable as error:
         problem = str(error)
-    for why in parallel.gather_objects(problem):
+    for why in parallel.gather_objects(problem):  # a problem of one rank is one of all
         if why:
             return [f"no HellaSwag in this run: {why}"]
-    agreement.examples(found)
-    examples = hellaswag.prepare(found, tokenizer, cfg.block_size)
+    agreement.examples(examples)
+    prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
 
     def evaluate(model):
-        losses = hellaswag.losses(model, examples, stop=evaluations.watch.agreed)
-        score, _ = hellaswag.scored(examples, losses)
+        losses = hellaswag.losses(model, prepared, stop=evaluations.watch.agreed)
+        score, _ = hellaswag.scored(prepared, losses)
         return score
 
-    lines = lambda score: [hellaswag.in_words(score)]
+    def lines(score):
+        return [hellaswag.in_words(score)]
+
     evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate, lines=lines)
     return []

@@ -17,8 +17,10 @@ class Figures:
     """
 
     def __init__(self, batch_tokens, ranks):
-        self.batch_tokens, self.ranks = batch_tokens, ranks
-        self.names, self.compared = None, False
+        self.batch_tokens = batch_tokens
+        self.ranks = ranks
+        self.names = None
+        self.compared = False  # the names, among the ranks
 
     def sums(self, part, count, extras):
         """The sums of a micro-step.
@@ -54,9 +56,9 @@ class Figures:
                 raise UserError(f"GPT.forward returned the extras unlike rank 0's: {found}")
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
-        share = totals[0].float()
-        figures = [total.to(share) for total in (*totals, norm)]
-        figures += [torch.full_like(share, number) for number in own.values()]
+        loss = totals[0].float()  # whose device and dtype all have
+        figures = [total.to(loss) for total in (*totals, norm)]
+        figures += [torch.full_like(loss, number) for number in own.values()]
         return Means(torch.stack(figures), self, own)
 
 
@@ -72,9 +74,9 @@ class Means:
     def get(self):
         """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end."""
         figures = self.figures
-        share, targets, *values = self.later.get()
+        part, targets, *values = self.later.get()
         targets = max(targets, 1.0 / figures.ranks)  # of a rank, on average
-        loss = share * (figures.batch_tokens / figures.ranks / targets)
+        loss = part * (figures.batch_tokens / figures.ranks / targets)
         extras = {name: value / targets for name, value in zip(figures.names, values)}
         norm, *own = values[len(extras) :]
         return loss, norm, extras, dict(zip(self.own, own))

@@ -494,7 +494,7 @@ def tie(theirs, family):
 
 
 def open_hf(name):
-    """({our name: SavedTensor}, ImportedConfig, tokenizer) of a folder or hub name.
+    """({our name: MergedTensor}, ImportedConfig, tokenizer) of a folder or hub name.
 
     The tensors have no padding rows.
     """
@@ -535,10 +535,10 @@ def misfits(parts, theirs):
 
 
 def stack_qkv_and_gate_up(parts, theirs):
-    """{our name: SavedTensor}, each of the slices {Hugging Face name: slice} that it stacks."""
+    """{our name: MergedTensor}, each of the slices {Hugging Face name: slice} that it stacks."""
     import torch
 
-    from run.reshard import SavedTensor
+    from run.reshard import MergedTensor
 
     dtypes = {}  # the widest of the slices: q and v may be float32 beside a narrower k
     for key, part in parts.items():
@@ -548,7 +548,7 @@ def stack_qkv_and_gate_up(parts, theirs):
     for key, part in parts.items():
         rows = LazySlice(theirs[key], dtypes[part.ours], part.transposed)
         slices.setdefault(part.ours, []).append((part.first, rows))
-    return {ours: SavedTensor(ours, found) for ours, found in slices.items()}
+    return {ours: MergedTensor(ours, found) for ours, found in slices.items()}
 
 
 def save_hf(

@@ -1,10 +1,11 @@
-"""Resharding: a checkpoint's tensors, saved by any number of ranks, read by rows on any other.
+"""Resharding: a checkpoint that any number of ranks saved is read by rows on any other number.
 
 Of a sharded model each rank writes its rows into files of its own, whose headers say which rows of
-how many.
+how many. open_merged makes one tensor of them, and load_resharded reads this rank's rows of it.
 """
 
 import json
+import operator
 from pathlib import Path
 
 import torch
@@ -15,40 +16,54 @@ from run.states import CheckpointError
 from scale.shards import copy_into
 from system import files
 
-STATE = {"step": files.count, "config?": {}, "loader?": {}, "scaler?": {}, "tokens?": files.count}
-STATE |= {"seconds?": files.number, "world_size?": files.count, "evaluated?": (True, False)}
-# val_loss: a State's score
-STATE |= {"wandb_id?": (files.text, None), "val_loss?": (files.number, None)}
-VALUES = {"ranks": files.count, "shards": files.count, "trees": [lambda tree: True]}
-VALUES |= {"of_each_rank": [files.text]}
+STATE_FORM = {  # for files.read_json
+    "step": files.count,
+    "config?": {},
+    "loader?": {},
+    "scaler?": {},
+    "tokens?": files.count,
+    "seconds?": files.number,
+    "world_size?": files.count,
+    "evaluated?": (True, False),
+    "wandb_id?": (files.text, None),
+    "val_loss?": (files.number, None),  # a State's score
+}
+GROUP_FORM = {  # of each group in values.json
+    "ranks": files.count,
+    "shards": files.count,
+    "trees": [lambda tree: True],
+    "of_each_rank": [files.text],
+}
 # ends of names of tensors with a row per token id
 TABLES = ("wte.weight", "head.weight", "values.weight", "bigrams.table.weight")
 
 
-class SavedTensor:
-    """A tensor in one or more files: saved[a:b] reads rows a to b to the CPU, saved[...] all."""
+class MergedTensor:
+    """A tensor whose rows lie in one or more files; nothing is read before it is asked for.
+
+    merged[a:b] reads rows a to b to the CPU, merged[...] all.
+    """
 
     def __init__(self, name, parts, rows=None):
         """parts: [(first row, slice of safetensors)].
 
-        rows: the number expected; None: what parts hold.
+        rows: how many all parts are to hold; None: any number.
         """
-        self.parts = sorted(parts, key=lambda part: part[0])
-        starts = []
-        ends = [0]
+        self.parts = sorted(parts, key=operator.itemgetter(0))
+        end = 0
+        complete = True
         for first, part in self.parts:
-            starts.append(first)
-            ends.append(first + (part.get_shape() or [0])[0])
-        if rows is None:
-            rows = ends[-1]
-        if [*starts, rows] != ends:
+            complete = complete and first == end
+            end = first + (part.get_shape() or [0])[0]
+        if not complete or rows not in (None, end):
+            expected = end if rows is None else rows
             raise CheckpointError(
-                f"{name}: not each of {rows} rows is there once; is a rank's file gone?"
+                f"{name}: not each of {expected} rows is there once; is a rank's file gone?"
             )
         _, part = self.parts[0]
         shape = part.get_shape()
         if shape:
-            self.shape = torch.Size([rows, *shape[1:]])
+            self.shape = torch.Size([end, *shape[1:]])
             self.dtype = part[:0].dtype
         else:
             self.shape = torch.Size()
@@ -68,13 +83,13 @@ class SavedTensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def open_folder(folder):
-    """({group: {name: SavedTensor}}, state) of a checkpoint.
+def open_merged(folder):
+    """({group: {name: MergedTensor}}, state) of a checkpoint, the files of its ranks merged.
 
     A group is a file, or a file of each rank. state: of state.json, and as "values" that of
     values.json, which older checkpoints lack.
     """
-    parts = {}  # {(group, name): (parts of a SavedTensor, its rows)}
+    parts = {}  # {(group, name): (parts of a MergedTensor, its rows)}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = path.name.partition(".")[0]
         with as_user_error(f"{path} is damaged or not safetensors", CheckpointError):
@@ -86,11 +101,11 @@ def open_folder(folder):
                 found.append((first, file.get_slice(name)))
     tensors = {}
     for (group, name), part in parts.items():
-        tensors.setdefault(group, {})[name] = SavedTensor(f"{folder}: {name}", *part)
-    state = read_state(folder)
+        tensors.setdefault(group, {})[name] = MergedTensor(f"{folder}: {name}", *part)
+    state = read_state_json(folder)
     values = Path(folder) / "values.json"
     if values.exists():
-        form = dict.fromkeys(["optimizer?", "buffers?", "own?"], VALUES)
+        form = dict.fromkeys(["optimizer?", "buffers?", "own?"], GROUP_FORM)
         state["values"] = files.read_json(values, CheckpointError, form)
     return tensors, state
 
@@ -100,13 +115,13 @@ def with_prefix(tensors, prefix):
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def read_state(folder):
+def read_state_json(folder):
     """state.json of a checkpoint; {} where there is none.
 
     Raises CheckpointError if it is damaged.
     """
     path = Path(folder) / "state.json"
-    return files.read_json(path, CheckpointError, STATE) if path.exists() else {}
+    return files.read_json(path, CheckpointError, STATE_FORM) if path.exists() else {}
 
 
 def persistent_buffers(model):
@@ -116,7 +131,7 @@ def persistent_buffers(model):
 
 
 def check_model_tensors(model, tensors, may_lack=()):
-    """Raises CheckpointError unless {name: tensor or SavedTensor} fit the model.
+    """Raises CheckpointError unless {name: tensor or MergedTensor} fit the model.
 
     They are of its parameters and its persistent buffers; the number of padding rows may be
     another. may_lack: names of which there may be none.
@@ -137,12 +152,11 @@ def check_model_tensors(model, tensors, may_lack=()):
         )
 
 
-def load_model_tensors(model, tensors, may_lack=()):
-    """Copies {name: tensor or SavedTensor} into a model, on each rank its rows.
+def load_resharded(model, tensors, may_lack=()):
+    """Copies {name: tensor or MergedTensor} into a model, on each rank the rows that it holds.
 
-    Padding rows that they lack are zeros.
-
-    may_lack: names that keep their values where there are none. Returns those that did.
+    Padding rows that they lack are zeros. may_lack: names of which there may be no tensor; those
+    keep their values. Returns the names that did.
     """
     kept = set(may_lack) - tensors.keys()
     check_model_tensors(model, tensors, kept)

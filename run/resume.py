@@ -45,7 +45,7 @@ class Start:
         self.saved = None
         self.wandb_id = None  # of the run that goes on in wandb
         if self.folder:
-            self.tensors, self.state = reshard.open_folder(self.folder)
+            self.tensors, self.state = reshard.open_merged(self.folder)
             self.weights = self.tensors["model"] | self.tensors.get("buffers", {})
             if self.state.get("evaluated", True):
                 self.evaluated = self.state["step"]
@@ -97,10 +97,10 @@ class Start:
             return
         model = state.model
         for name, p in model.named_parameters():
-            saved = self.tensors["model"][name].dtype
-            if saved != p.dtype:
+            was = self.tensors["model"][name].dtype
+            if was != p.dtype:
                 raise CheckpointError(
-                    f"{self.folder} cannot be resumed: {name}: checkpoint {saved}, now {p.dtype}"
+                    f"{self.folder} cannot be resumed: {name}: checkpoint {was}, now {p.dtype}"
                 )
         if not parallel.all_finite(model.parameters(), world.device):
             raise CheckpointError(
@@ -121,11 +121,13 @@ class Start:
             state.tokens = position["rows"] * position["block_size"]
         ranks = self.state["world_size"]
         rng = self.tensors.get("rng", {})
-        rank, device = world.rank, world.device
-        if ranks != world.size or not checkpoint.load_rank_tensors(rng, model, rank, device):
-            self.warnings.append(
-                f"saved by {ranks} ranks: random numbers and fp8's scales start afresh"
-            )
+        why = None
+        if ranks != world.size:
+            why = f"saved by {ranks} ranks"
+        elif not checkpoint.load_rank_tensors(rng, model, world.rank, world.device):
+            why = f"not saved on {world.device.type}"
+        if why:
+            self.warnings.append(f"{why}: random numbers and fp8's scales start afresh")
         self.tensors = {}  # closes the files
         self.weights = None
 
@@ -145,12 +147,13 @@ class Start:
         ):
             states.load_optimizer(state.optimizer, unpacker("optimizer"))
             warnings = states.load_own(state.own, unpacker("own"))
+            # the model was built with rank 0's buffers
             buffers = values.get("buffers", OLDER)
-            names = buffers["of_each_rank"]
-            if names and buffers["ranks"] == ranks:
+            differ = buffers["of_each_rank"]
+            if differ and buffers["ranks"] == ranks:
                 states.load_own(reshard.persistent_buffers(state.model), unpacker("buffers"))
-            elif names:
-                few = f"{names[0]} ({len(names)} in all)"
+            elif differ:
+                few = f"{differ[0]} ({len(differ)} in all)"
                 warnings.append(f"{few} differed from rank to rank: all have rank 0's")
         return warnings
 
@@ -163,10 +166,8 @@ class Start:
         with files.writable(self.out_dir):
             found = checkpoint_folders.folders(self.out_dir)
             if not self.folder and (self.resume == "none" or found):
-                choose_checkpoint(self.out_dir, "none", self.overwrite, dry_run=False)
-            if (
-                self.resume == "none"
-            ):  # `choose_checkpoint` has refused a folder with anything to keep
+                refuse_what_is_in_the_way(self.out_dir, "none", self.overwrite, None)
+            if self.resume == "none":  # then nothing that is there is to be kept
                 for folder in found:
                     checkpoint_folders.remove(folder)
                 (self.out_dir / "log.jsonl").unlink(missing_ok=True)
@@ -179,23 +180,28 @@ class Start:
         if not self.folder:
             return []
         rows = [("resumed", str(self.folder))]
-        saved = self.state["config"]
-        changed = {}
-        for name in checkpoint.SCHEDULE + FREE:
-            if name in saved and saved[name] != getattr(cfg, name):
-                changed[name] = f"{name} {saved[name]} to {getattr(cfg, name)}"
-        schedule = {name: saved[name] for name in checkpoint.SCHEDULE if name in changed}
+        schedule = self.changed(checkpoint.SCHEDULE, cfg)
         if schedule:
+            was = {name: self.state["config"][name] for name in schedule}
             with as_user_error(f"{self.folder}: its settings", CheckpointError):
-                before = self.next_rate(dataclasses.replace(cfg, **schedule), state)
+                before = self.next_rate(dataclasses.replace(cfg, **was), state)
             now = self.next_rate(cfg, state)
-            words = ", ".join(changed[name] for name in schedule)
             rate = f"the next learning rate is {now:.3g} instead of {before:.3g}"
-            rows.append(("schedule", f"changed ({words}): {rate}"))
-        other = [changed[name] for name in FREE if name in changed]
-        if other:
-            rows.append(("changed", f"{', '.join(other)}, since the checkpoint"))
+            rows.append(("schedule", f"changed ({', '.join(schedule.values())}): {rate}"))
+        others = self.changed(FREE, cfg)
+        if others:
+            rows.append(("changed", f"{', '.join(others.values())}, since the checkpoint"))
         return rows
+
+    def changed(self, names, cfg):
+        """{name: its change in words} of the settings that the checkpoint has otherwise."""
+        saved = self.state["config"]
+        found = {}
+        for name in names:
+            now = getattr(cfg, name)
+            if name in saved and saved[name] != now:
+                found[name] = f"{name} {saved[name]} to {now}"
+        return found
 
     def next_rate(self, cfg, state):
         return optim.learning_rate(self.step, optim.share_done(state, cfg), cfg)
@@ -207,29 +213,36 @@ def choose_checkpoint(out_dir, resume, overwrite, dry_run):
     Raises UserError where another run is in its way.
     """
     found = None
-    newest = max(checkpoint_folders.folders(out_dir), default=None)
-    if resume == "auto" and any(parallel.gather_objects(newest is not None)):
-        found = checkpoint_folders.find(out_dir)
-    elif resume not in ("none", "auto"):
+    if resume == "auto":
+        has_any = bool(checkpoint_folders.folders(out_dir))
+        if any(parallel.gather_objects(has_any)):
+            found = checkpoint_folders.find(out_dir)
+    elif resume != "none":
         found = checkpoint_folders.find(resume)
-    if dry_run or overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        # a process that torchrun started again must not remove what the one before it saved
-        return found
-    wrong = what_is_in_the_way(out_dir, resume, newest, found)
-    if wrong:
-        raise UserError(f"out_dir={out_dir} {wrong}")
+    if not dry_run:
+        refuse_what_is_in_the_way(out_dir, resume, overwrite, found)
     return found
 
 
-def what_is_in_the_way(out_dir, resume, newest, found):
-    """What forbids a run to write to out_dir, in words; None if nothing does.
+def refuse_what_is_in_the_way(out_dir, resume, overwrite, found):
+    """Raises UserError where another run, or a user's own file, is in the way of a run in out_dir.
 
-    found: the checkpoint that the run resumes from, None for a new run. newest: the last checkpoint
-    in out_dir, or None.
+    found: the checkpoint that the run resumes from, None for a new run.
     """
+    # a process that torchrun started again must not remove what the one before it saved
+    if overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return
     log = out_dir / "log.jsonl"
     if log.is_symlink() or log.exists() and not log.is_file():
         raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
+    if wrong := what_is_in_the_way(out_dir, resume, found):
+        raise UserError(f"out_dir={out_dir} {wrong}")
+
+
+def what_is_in_the_way(out_dir, resume, found):
+    """The same in words; None if nothing is in the way."""
+    log = out_dir / "log.jsonl"
+    newest = max(checkpoint_folders.folders(out_dir), default=None)
     text = log.read_text(errors="replace") if log.exists() else ""
     there = [name for name in WRITTEN if (out_dir / name).exists()]
     if there and '"kind": ' not in text and not (out_dir / "source.json").exists():

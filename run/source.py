@@ -39,19 +39,24 @@ _imported = set()  # files that `check` has seen
 def check():
     """Raises UserError for a file that was edited between the process's start and its import.
 
-    It looks at those that were imported since the last call.
+    It looks at those that were imported since the last call, and if there are any at all CUDA
+    sources, which are read when they are compiled.
     """
     names = set()
     for path in imported_files():
         if path.startswith(f"{HERE}{os.sep}"):  # of thousands: Path's own test takes 30 ms
-            name = Path(path).relative_to(HERE)
-            names |= {name.as_posix(), name.with_suffix(".cu").as_posix()}
-    loaded = names - _imported
-    if not loaded:
+            names.add(Path(path).relative_to(HERE).as_posix())
+    new = names - _imported
+    if not new:
         return
-    _imported.update(loaded)
+    _imported.update(new)
     now = digests()
-    if edited := sorted(name for name in loaded if now.get(name) != BEGAN.get(name)):
+    edited = []
+    for name in sorted(BEGAN.keys() | now.keys()):
+        read = name in new or name.endswith((".cu", ".cuh"))
+        if read and now.get(name) != BEGAN.get(name):
+            edited.append(name)
+    if edited:
         raise UserError(
             f"{', '.join(edited)}: edited while this run began to import its code; start it again"
         )

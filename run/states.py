@@ -29,12 +29,17 @@ KINDS = {made: kind for kind, made in (SEQUENCES | MAPPINGS).items()}
 PLAIN = (type(None), bool, int, float, str)
 # of a group of parameters: set anew in each step
 SET_BY_THE_LOOP = {"params", "lr", "factor"}
-# attributes of PyTorch's optimizers that are no state of theirs
-PYTORCHS = {"defaults", "state", "param_groups", "found_inf", "grad_scale", "as_made"}
-PYTORCHS |= {
+# attributes of optimizers that are no state of theirs
+SET_BY_PYTORCH = {
+    "defaults",
+    "state",
+    "param_groups",
+    "found_inf",
+    "grad_scale",
     "_opt_called",
     "_need_device_dtype_check_for_fused",
     "_warned_capturable_if_run_uncaptured",
+    "as_made",  # by `remember`
 }
 
 
@@ -76,12 +81,10 @@ class Packer:
             items = [self.pack(item, f"{name}.{i}", like) for i, item in enumerate(value)]
             return items if kind is list else {KINDS[kind]: items}
         if kind in MAPPINGS.values() and not any(torch.is_tensor(key) for key in value):
-            pairs = value.items()
-            return {
-                KINDS[kind]: [
-                    [self.pack(k, name), self.pack(v, f"{name}.{k}", like)] for k, v in pairs
-                ]
-            }
+            pairs = []
+            for key, item in value.items():
+                pairs.append([self.pack(key, name), self.pack(item, f"{name}.{key}", like)])
+            return {KINDS[kind]: pairs}
         holds = "tensors, numbers, texts, lists, tuples and dicts without tensors as keys"
         raise CheckpointError(f"{name} is of type {kind.__name__}: a checkpoint holds {holds}")
 
@@ -125,9 +128,9 @@ def pack_optimizer(optimizer, packer):
     """
     found = []
     for number, part in enumerate(parts_of(optimizer)):
-        at = f"{number}." if number else ""
+        prefix = f"{number}." if number else ""
         states = {}
-        more = {}  # of states that belong to no parameter
+        more = {}  # states that belong to no parameter
         for key, state in part.state.items():
             name = packer.parameter_names.get(id(key))
             if name and isinstance(state, dict):
@@ -142,9 +145,9 @@ def pack_optimizer(optimizer, packer):
             {
                 "type": type(part).__name__,
                 "states": states,
-                "more": packer.pack(more, f"{at}more"),
-                "groups": packer.pack(groups, f"{at}groups"),
-                "attributes": packer.pack(attributes, f"{at}attributes"),
+                "more": packer.pack(more, f"{prefix}more"),
+                "groups": packer.pack(groups, f"{prefix}groups"),
+                "attributes": packer.pack(attributes, f"{prefix}attributes"),
             }
         )
     return found
@@ -253,7 +256,7 @@ def attributes_and_groups(optimizer):
 
     What PyTorch and the loop set is left out.
     """
-    found = [{k: v for k, v in vars(optimizer).items() if k not in PYTORCHS and is_state(v)}]
+    found = [{k: v for k, v in vars(optimizer).items() if k not in SET_BY_PYTORCH and is_state(v)}]
     for group in optimizer.param_groups:
         found.append({k: v for k, v in group.items() if k not in SET_BY_THE_LOOP})
     return found
@@ -324,24 +327,37 @@ def shared_and_own(packed, packer, model):
     the same tensors by rows.
     """
     rank, ranks = parallel.rank_and_size()
-    rows = {name: f"{list(t.shape)} {t.dtype}" for name, t in packer.by_rows.items()}
-    digests = {}
+    own = RankValues(packed, {}, {})
+    for name, tensor in packer.by_rows.items():
+        own.rows[name] = f"{list(tensor.shape)} {tensor.dtype}"
     if ranks > 1:
-        digests = {name: fingerprint(t) for name, t in packer.others.items()}
-    of_ranks = of_all_ranks(RankValues(packed, rows, digests))
-    differ = set()
-    for other, values in enumerate(of_ranks):
-        differ |= {name for name, _ in values.digests.items() ^ digests.items()}
-        for name, _ in sorted(values.rows.items() ^ rows.items()):
-            here = f"{name} is {rows.get(name)} on rank {rank}"
-            raise CheckpointError(f"{here}, {values.rows.get(name)} on rank {other}")
-    trees = [values.packed for values in of_ranks]
+        for name, tensor in packer.others.items():
+            own.digests[name] = fingerprint(tensor)
+    of_ranks = of_all_ranks(own)
+    of_each_rank = set()
+    for other, theirs in enumerate(of_ranks):
+        for name in differing(own.rows, theirs.rows):
+            here = f"{name} is {own.rows.get(name)} on rank {rank}"
+            raise CheckpointError(f"{here}, {theirs.rows.get(name)} on rank {other}")
+        of_each_rank.update(differing(own.digests, theirs.digests))
+    trees = [theirs.packed for theirs in of_ranks]
     if trees.count(packed) == len(trees):
         trees = [packed]
-    differ = sorted(differ)
-    alone = {name: packer.others.pop(name) for name in differ if name in packer.others}
-    saved = {"ranks": ranks, "shards": shards_of(model), "trees": trees, "of_each_rank": differ}
-    return saved, packer.by_rows | packer.others, alone
+    saved = {
+        "ranks": ranks,
+        "shards": shards_of(model),
+        "trees": trees,
+        "of_each_rank": sorted(of_each_rank),
+    }
+    shared = packer.by_rows | packer.others
+    alone = {name: shared.pop(name) for name in saved["of_each_rank"] if name in packer.others}
+    return saved, shared, alone
+
+
+def differing(one, other):
+    """The names, sorted, whose values in two dicts differ, or that one of them lacks."""
+    names = one.keys() | other.keys()
+    return sorted(name for name in names if one.get(name) != other.get(name))
 
 
 def shards_of(model):
@@ -359,7 +375,7 @@ class Unpacker:
     def __init__(self, what, saved, tensors, model):
         """what: the saved thing in words, for errors.
 
-        saved: shared_and_own's JSON; tensors: {name: SavedTensor}.
+        saved: shared_and_own's JSON; tensors: {name: MergedTensor}.
         """
         rank, ranks = parallel.rank_and_size()
         self.what = what
@@ -441,20 +457,20 @@ class Unpacker:
         """A new tensor for a saved one, laid out as it was."""
         beside = self.first if like is None else like
         device = "cpu" if node.get("cpu") else beside.device
-        if isinstance(beside, DTensor) and "shape" not in node:
+        by_rows = "shape" not in node
+        if by_rows and isinstance(beside, DTensor):
             mesh = beside.device_mesh
-            places = [Replicate()] * mesh.ndim if node.get("whole") else beside.placements
+            places = beside.placements
+            if node.get("whole"):
+                places = [Replicate()] * mesh.ndim
             made = distributed.empty(
                 saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=places
             )
             return made.to(device)
+        # a number means the same however the model is divided
         fits = self.portable or saved.shape.numel() <= 1 or self.shards == self.shards_now
-        if "shape" in node and not fits:
-            why = (
-                f"{self.what}: {node['tensor']} {tuple(saved.shape)} has not the parameter's shape"
-            )
-            before = f"saved by a model among {self.shards} ranks"
-            raise CheckpointError(
-                f"{why}; {before}, it can go on so alone, not among {self.shards_now}"
-            )
+        if not by_rows and not fits:
+            tensor = f"{node['tensor']} {tuple(saved.shape)} has not the parameter's shape"
+            before = f"saved by a model among {self.shards} ranks, it can go on so alone"
+            raise CheckpointError(f"{self.what}: {tensor}; {before}, not among {self.shards_now}")
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)

@@ -7,13 +7,16 @@ from pathlib import Path
 from corpus import chat
 from corpus import tokenizer as tokenizers
 from run import checkpoint, hf
-from scale import parallel
+from scale import documents, parallel
 from scale.precision import autocast, pick_ops, pick_precision
 from system.errors import UserError, launched, warn
 
 
-def load(cfg):
-    """(World, model, tokenizer, autocast) for a script's settings; its ranks join here."""
+def load(cfg, mask_documents=False):
+    """(World, model, tokenizer, autocast) for a script's settings; its ranks join here.
+
+    mask_documents: with the document mask, if the model was trained with it.
+    """
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
     if cfg.parallel == "fsdp" and not launched():
@@ -23,27 +26,29 @@ def load(cfg):
     parallel.barrier()
     precision, _ = pick_precision(cfg.precision, world.device)
     pick_ops("auto", world.device, precision)
-    model, name = load_model(cfg, world, precision)
-    name = cfg.tokenizer or name
+    model, saved = load_model(cfg, world, precision)
+    name = cfg.tokenizer or saved.tokenizer
     if not name:
         warn("the weights name no tokenizer: taking GPT-2's; see --tokenizer")
     tokenizer = tokenizers.load(name or "gpt2", model.cfg.vocab_size)
     for folder in folders(cfg, tokenizer):
         tokenizer.ends |= chat.stop_ids(folder, tokenizer)
+    if mask_documents and saved.document_mask:
+        documents.apply(model, tokenizer.eot)
     return world, model, tokenizer, autocast(precision, world.device)
 
 
 def load_model(cfg, world, precision):
-    """(model, its tokenizer's name or file).
+    """(model, the checkpoint.SavedModel that it was made of).
 
     The weights are in bf16 for that precision, else in float32.
     """
     if cfg.checkpoint is None:
-        tensors, shape, name = hf.open_hf(cfg.pretrained)
+        saved = checkpoint.SavedModel(*hf.open_hf(cfg.pretrained))
     else:
-        tensors, shape, name = checkpoint.open_model(cfg.checkpoint)
+        saved = checkpoint.open_model(cfg.checkpoint)
     among = world if cfg.parallel == "fsdp" else None
-    return checkpoint.model_of(tensors, shape, world.device, precision, among), name
+    return checkpoint.model_of(saved, world.device, precision, among), saved
 
 
 def other(cfg):

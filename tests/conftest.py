@@ -306,14 +306,12 @@ def save_model(folder, model, cfg, step=0):
 
 def load_model(folder):
     """The model of a checkpoint, on the CPU."""
-
-    tensors, shape, _ = checkpoint.open_model(folder)
-    return checkpoint.model_of(tensors, shape, torch.device("cpu"))
+    return checkpoint.model_of(checkpoint.open_model(folder), torch.device("cpu"))
 
 
 def load_checkpoint(folder):
     """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
-    tensors, state = reshard.open_folder(folder)
+    tensors, state = reshard.open_merged(folder)
     return {
         group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()
     }, state

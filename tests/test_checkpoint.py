@@ -126,7 +126,7 @@ def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
         )
         expected = drawn()
         assert drawn() != expected
-        stored = reshard.open_folder(folder)[0]["rng"]
+        stored = reshard.open_merged(folder)[0]["rng"]
         assert checkpoint.load_rank_tensors(stored, model, 0, CPU) and drawn() == expected
         # an older one's
         assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)
@@ -211,7 +211,7 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
         save_file(
             {"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})}
         )
-    stored = reshard.open_folder(tmp_path)[0]["model"]["w"]
+    stored = reshard.open_merged(tmp_path)[0]["model"]["w"]
     assert stored.shape == (10, 3) and stored.dtype == torch.float32
     assert torch.equal(stored[...], whole)
     for a in range(10):
@@ -222,7 +222,7 @@ def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
         with pytest.raises(
             checkpoint.CheckpointError, match="w: not each of 10 rows is there once"
         ):
-            reshard.open_folder(tmp_path)
+            reshard.open_merged(tmp_path)
         aside.rename(path)
 
 
@@ -277,9 +277,9 @@ def test_weights_of_another_shape_are_named(tmp_path):
     with pytest.raises(
         checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"
     ):
-        reshard.load_model_tensors(build(small(n_embd=32), CPU), dict(model.named_parameters()))
+        reshard.load_resharded(build(small(n_embd=32), CPU), dict(model.named_parameters()))
     with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*absent"):
-        reshard.load_model_tensors(build(small(n_layer=3), CPU), dict(model.named_parameters()))
+        reshard.load_resharded(build(small(n_layer=3), CPU), dict(model.named_parameters()))
 
 
 def kept(folder):

@@ -82,8 +82,8 @@ models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 def load(name):
     """(GPT in float32, its ImportedConfig)"""
-    tensors, cfg, _ = hf.open_hf(name)
-    return checkpoint.model_of(tensors, cfg, CPU), cfg
+    saved = checkpoint.SavedModel(*hf.open_hf(name))
+    return checkpoint.model_of(saved, CPU), saved.shape
 
 
 def ids_for(model, B=2):

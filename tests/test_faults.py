@@ -157,7 +157,7 @@ def resumed(folder, model, cfg):
     """All that a run takes from a checkpoint."""
     start = Start(folder.parent, str(folder), dry_run=True)
     start.check(cfg)
-    reshard.load_model_tensors(model, start.weights)
+    reshard.load_resharded(model, start.weights)
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
     position = []
     loader = SimpleNamespace(load_state_dict=lambda state: position.append(state.get("rows")))

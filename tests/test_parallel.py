@@ -337,7 +337,7 @@ def same_checkpoint(one, other, step):
 
 def train_from_own_rows(words):
     """For ranks.call: as train_in_rank; fails where a rank reads more than its part of a tensor."""
-    read, size = reshard.SavedTensor.__getitem__, int(os.environ["WORLD_SIZE"])
+    read, size = reshard.MergedTensor.__getitem__, int(os.environ["WORLD_SIZE"])
 
     def checked(stored, rows):
         if len(stored.shape) and "float" in str(stored.dtype):
@@ -346,7 +346,7 @@ def train_from_own_rows(words):
             assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
         return read(stored, rows)
 
-    reshard.SavedTensor.__getitem__ = checked  # until this process ends
+    reshard.MergedTensor.__getitem__ = checked  # until this process ends
     return train_in_rank(words)
 
 

@@ -234,7 +234,7 @@ def divided_in_rank(settings, precision, ids):
     Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
     load held, the most that a forward held.
     """
-    read, world = reshard.SavedTensor.__getitem__, parallel.start("cpu")
+    read, world = reshard.MergedTensor.__getitem__, parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def checked(stored, rows):
@@ -243,7 +243,7 @@ def divided_in_rank(settings, precision, ids):
             assert rows is not ... and rows.stop - rows.start <= shape[0] / world.size, shape
         return read(stored, rows)
 
-    reshard.SavedTensor.__getitem__ = checked  # the patch ends with the process
+    reshard.MergedTensor.__getitem__ = checked  # the patch ends with the process
     peak = peak_bytes(lambda: trained.load_model(settings, world, precision))
     model, _ = trained.load_model(settings, world, precision)
     with torch.no_grad():

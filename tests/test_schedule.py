@@ -243,7 +243,7 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
     assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
-    assert reshard.read_state(tmp_path / "b/step_00000010")["seconds"] == 10
+    assert reshard.read_state_json(tmp_path / "b/step_00000010")["seconds"] == 10
 
 
 def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
     assert sorted(lines) == [*range(1, 11)]
     # all are read before a save
-    assert reshard.read_state(tmp_path / "run/step_00000008")["seconds"] == 8
+    assert reshard.read_state_json(tmp_path / "run/step_00000008")["seconds"] == 8
 
 
 def timed_in_rank(words):
@@ -354,7 +354,7 @@ def test_what_a_saved_schedule_says_is_checked(data_dir, tmp_path):
 
 def rewrite(folder, change):
     """Changes the state of a checkpoint, which stays whole."""
-    state = reshard.read_state(folder)
+    state = reshard.read_state_json(folder)
     change(state)
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -98,3 +98,15 @@ def test_what_is_recorded_is_what_was_imported(tmp_path, begin, monkeypatch):
         monkeypatch.setattr(source, "_imported", {"model.py"})
         with pytest.raises(UserError, match="fast/mlp.py: edited while this run began"):
             look()
+
+
+@pytest.mark.parametrize("name", ["fast/hopper_gemm.cu", "fast/hopper.cuh"])
+def test_cuda_that_was_edited_before_its_file_was_imported_is_refused(begin, monkeypatch, name):
+    """Whatever Python file compiles it."""
+    here, begin = begin
+    (here / name).write_text("// CUDA")
+    begin()
+    (here / name).write_text("// edited")
+    load(here / "fast/mlp.py", monkeypatch)
+    with pytest.raises(UserError, match=f"{name}: edited while this run began"):
+        source.check()

@@ -98,9 +98,19 @@ def saved(state, folder):
 def resumed(state, folder):
     """The warnings of a resume into a new state."""
     start = Start(folder.parent, str(folder), dry_run=True)
-    reshard.load_model_tensors(state.model, start.weights)
+    reshard.load_resharded(state.model, start.weights)
     start.restore(state, WORLD)
     return start.warnings
+
+
+def test_a_resume_on_another_type_of_device_says_so(tmp_path):
+    state = state_of()
+    steps(state, 1)
+    folder = saved(state, tmp_path)
+    start = Start(tmp_path, str(folder), dry_run=True)
+    start.tensors["rng"] = {"0.cuda": torch.zeros(1)}
+    start.restore(state, WORLD)
+    assert start.warnings == ["not saved on cpu: random numbers and fp8's scales start afresh"]
 
 
 def same(a, b):
@@ -342,7 +352,7 @@ def buffers_of_two(folder):
     parallel.barrier()
     other = with_buffers(7.0)
     start = Start(folder, str(folder), dry_run=True)
-    reshard.load_model_tensors(other.model, start.weights)
+    reshard.load_resharded(other.model, start.weights)
     loaded = other.model.seen.mean.tolist()
     start.restore(other, world)
     found = other.model.seen.mean.tolist()

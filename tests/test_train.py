@@ -25,6 +25,7 @@ from conftest import (
     write_shard,
 )
 
+import fineweb
 import hellaswag
 import model as models
 import optim
@@ -54,7 +55,7 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     found = json.loads((tmp_path / "run" / "config.json").read_text())
     assert [found[name] for name in ("precision", "attention", "ops")] == ["fp32", "flash", "torch"]
     # the device that samples decides
-    assert checkpoint.open_model(tmp_path / "run")[1].attention == "auto"
+    assert checkpoint.open_model(tmp_path / "run").shape.attention == "auto"
     text = capsys.readouterr().out
     assert "parameters" in text and "step 40/40 | loss" in text and "--resume=auto" in text
     row = next(line for line in text.splitlines() if line.startswith("settings "))
@@ -186,6 +187,24 @@ def test_init_from_starts_at_those_weights(data_dir, tmp_path):
     assert losses(third, "val")[0] == pytest.approx(losses(first, "val")[12], rel=1e-6)
     with pytest.raises(UserError, match="n_embd: checkpoint 64, now 32"):
         train_here(data_dir, tmp_path / "c", init_from=tmp_path / "a", n_embd=32)
+
+
+def test_weights_of_another_tokenizer_than_the_data_are_refused(tmp_path):
+    """But a copy of the tokenizer that a checkpoint carries has the data's bytes."""
+    for tokenizer in ("bytes", "chars"):
+        source = dict(dataset=str(ROOT / "run/*.py"), out_dir=str(tmp_path / tokenizer))
+        fineweb.main(fineweb.Config(tokenizer=tokenizer, shuffle_seed=1, **source))
+
+    def run(data, out, **settings):
+        settings |= dict(max_steps=1, tokenizer=None)
+        train_here(tmp_path / data, tmp_path / out, **settings)
+
+    run("bytes", "a")
+    run("chars", "b")
+    run("chars", "c", init_from=tmp_path / "b")
+    command = "make the data again with python fineweb.py --tokenizer=bytes"
+    with pytest.raises(DataError, match=f"chars was tokenized with .*/a use bytes; {command}"):
+        run("chars", "d", init_from=tmp_path / "a")
 
 
 @pytest.mark.fault(45)

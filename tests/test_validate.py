@@ -75,6 +75,21 @@ def test_the_command_line(shards, tmp_path):
     assert second[0] == pytest.approx(a["loss"] - b["loss"], abs=1e-4) and second[1] < first[1]
 
 
+def test_a_damaged_newest_checkpoint_gives_way_with_its_document_mask(shards, tmp_path, capsys):
+    """Its state.json cannot be read; the mask is that of the checkpoint which is measured."""
+    run = tmp_path / "run"
+    train_here(shards, run, max_steps=2, save_interval=1, document_mask=True)
+    cfg = validate.Config(checkpoint=str(run / "step_00000001"), tokens=20_000, device="cpu")
+    cfg.words = [str(shards)]
+    capsys.readouterr()
+    validate.main(cfg)
+    expected = capsys.readouterr().out
+    (run / "step_00000002/state.json").write_text("{")
+    cfg.checkpoint = str(run)
+    validate.main(cfg)
+    assert capsys.readouterr().out == expected
+
+
 @pytest.mark.gpt2
 def test_mistakes(shards, tmp_path):
     with pytest.raises(UserError, match="name folders with validation shards"):

@@ -146,8 +146,7 @@ def plain_loop(patch, words, data):
 def trained(out):
     from run import checkpoint
 
-    tensors, shape, _ = checkpoint.open_model(out)
-    return checkpoint.model_of(tensors, shape, torch.device("cpu"))
+    return checkpoint.model_of(checkpoint.open_model(out), torch.device("cpu"))
 
 
 def samples(out):

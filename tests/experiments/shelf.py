@@ -75,8 +75,7 @@ def balanced(model, x, y):
 def distilled(cfg):
     from run import checkpoint
 
-    tensors, shape, _ = checkpoint.open_model(cfg.teacher)
-    teacher = checkpoint.model_of(tensors, shape, torch.device("cpu"))
+    teacher = checkpoint.model_of(checkpoint.open_model(cfg.teacher), torch.device("cpu"))
 
     def loss(model, x, y):
         usual = mean(each(model, x, y), y)
