@@ -53,6 +53,7 @@ def param_groups(model, cfg):
     conv = torch.nn.modules.conv._ConvNd
     convolutions = {m.weight for m in model.modules() if isinstance(m, conv)}
     left = []  # what Muon cannot take
+    outside = []  # of the blocks, which it takes
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -68,10 +69,15 @@ def param_groups(model, cfg):
             kind = "vector"
         if muon and kind == "vector" and p.dim() > 1:
             left.append(f"{name} {tuple(p.shape)}")
+        if muon and kind == "matrix" and not name.startswith("blocks."):
+            outside.append(name)
         groups[kind]["params"].append(p)
     if left:
         what = "Muon orthogonalises matrices and stacks of them"
         warn(f"{what}; AdamW has {listed(left)}, at lr and without decay")
+    if outside:
+        what = f"Muon has {listed(outside)}, outside of the blocks, and is for hidden matrices"
+        warn(f"{what}; a first or last layer and a table are AdamW's: see param_groups in optim.py")
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 

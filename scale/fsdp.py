@@ -38,15 +38,12 @@ def shard(model, cfg, world, analysis=None):
 
     units = units_of(model, cfg, analysis)
     refuse_undividable(model, units, cfg)
-    attributes = {name: vars(p).copy() for name, p in model.named_parameters()}
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
         # the head not before the backward, which begins with it
         frees = cfg.parallel != "zero2" and modules != [model.head]
         fsdp.fully_shard(modules, reshard_after_forward=frees, **options)
     fsdp.fully_shard(model, **options)
-    for name, p in model.named_parameters():
-        vars(p).update(attributes[name])
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
