@@ -65,8 +65,8 @@ def refuse_lost(model, written):
                 why = "is given values in __init__, which are lost: give them in reset_parameters()"
                 raise UserError(f"{what} {why} of a subclass, or by init_std (docs/experiment.md)")
             if p._backward_hooks or p._post_accumulate_grad_hooks:
-                why = "has a hook on its gradient, which is lost"
-                raise UserError(f"{what} {why}; change gradients in Training.normalize_and_clip of train.py")
+                why = "has a hook on its gradient, which is lost; change gradients in train.py"
+                raise UserError(f"{what} {why}, in Training.normalize_and_clip")
             if p.dtype == torch.float64:
                 raise UserError(f"{what} is in float64; expected 32 or 16 bits")
 

@@ -228,7 +228,7 @@ def refuse_changes(model, may_freeze=False):
             raise UserError(f"{what} when the model was built; set it in GPT.__init__")
         if sharded and p._backward_hooks:
             what = f"{name} has a hook on its gradient, which FSDP2 does not call"
-            raise UserError(f"{what}; change gradients in Training.normalize_and_clip of train.py")
+            raise UserError(f"{what}; change it in train.py, in Training.normalize_and_clip")
 
 
 def sum_over_ranks(tensor):
