@@ -180,7 +180,10 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     kinds = _alternatives(hints[name])
-    if types.NoneType in kinds and str(value) == "None":
+    may_be_none = (
+        types.NoneType in kinds or getattr(cls, name, "") is None
+    )  # `name: str = None` too
+    if may_be_none and str(value) == "None":
         return None
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
@@ -349,11 +352,11 @@ def columns():
 
 def _option(name, default, hint, comment, width, column=28):
     """A setting with its default and comment, which begins at `column`."""
-    choices = typing.get_args(hint)
+    kind, *_ = _alternatives(hint)
     if typing.get_origin(hint) is typing.Literal:
-        comment = f"{'|'.join(map(str, choices))}: {comment}"
-    elif default is None and choices[0] is not str:
-        comment = f"{choices[0].__name__}: {comment}"
+        comment = f"{'|'.join(map(str, typing.get_args(hint)))}: {comment}"
+    elif default is None and kind is not str:
+        comment = f"{kind.__name__}: {comment}"
     if default == ():
         default = "..."
     elif re.search(r"\s", str(default)):

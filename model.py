@@ -425,7 +425,9 @@ def build(cfg, device, seed=None):
 
 
 def allocate(model, device, seed=None, whole=nullcontext):
-    """Allocates a model of `on_meta`; initialises its weights if `seed` is given, see init_weights.
+    """Allocates a model of `on_meta`, and initialises its weights if `seed` is given.
+
+    whole: as of GPT.init_weights.
     """
     places = {}  # {parameter: [(module, name)]}; weights that are shared have several
     for module in model.modules():

@@ -437,7 +437,7 @@ def orthogonalize_updates(matrices, updates):
     here = [matrix.rows_in(updates[matrix.weight]) for matrix in matrices]
     stack = here[0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
     mine = slice(rank * each, (rank + 1) * each)
-    owned = upright(stack, matrices[mine])
+    owned = as_matrices(stack, matrices[mine])
 
     if isinstance(matrices[0].weight, DTensor):  # this rank holds some rows of each matrix
         by_owner = [here[r * each : (r + 1) * each] for r in range(size)]
@@ -455,10 +455,10 @@ def orthogonalize_updates(matrices, updates):
     if size > 1:
         whole = stack.new_empty(size * each, short, long)
         all_gather_single(whole, stack)
-    copy(here, upright(whole, matrices))
+    copy(here, as_matrices(whole, matrices))
 
 
-def upright(stack, matrices):
+def as_matrices(stack, matrices):
     """Views of a stack's entries, (short, long), in the shapes of the matrices."""
     return [x if x.shape == matrix.shape else x.mT for x, matrix in zip(stack, matrices)]
 
@@ -468,13 +468,13 @@ def copy(targets, sources):
         torch._foreach_copy_(targets, sources)
 
 
-def orthogonalize_stack(stack, upright):
+def orthogonalize_stack(stack, entries):
     """Replaces a stack by its orthogonal factors, those of tall matrices scaled.
 
-    upright: views of its entries in the shapes of their matrices.
+    entries: views of them in the shapes of their matrices.
     """
     stack.copy_(orthogonalize(stack))
-    for x in upright:
+    for x in entries:
         rows, columns = x.shape
         if rows > columns:
             x *= (rows / columns) ** 0.5

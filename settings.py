@@ -318,11 +318,12 @@ def check(cfg, ranks=None):
     """
     if ranks is None:
         ranks = this_rank().size
+    in_conflict = conflicts(cfg, ranks)
     if cfg.batch_size == "auto":  # run.build.choose knows the device
         cfg = replace(cfg, batch_size=1)
     if cfg.remat_every == "auto":
         cfg = replace(cfg, remat_every=1)
-    refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
+    refuse(cfg.problems() + out_of_range(cfg, ranks) + in_conflict)
     refuse(shape_conflicts(cfg, ranks))
 
 
@@ -408,6 +409,7 @@ CONFLICTS = [
         "one of them",
     ),
     ("cuda_graph=True", "document_mask=True", "which waits for the GPU", "one of them"),
+    ("remat_every=not 1 1.0", "remat=none", "which computes nothing again", "--remat=selective"),
     ("remat_tile=not None", "remat=none", "which tiles nothing", "--remat=selective"),
     ("remat_offload=True", "remat=none selective", "which keeps too much to move", "--remat=block"),
     ("dropout=not 0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),

@@ -24,13 +24,7 @@ def shard(model, cfg, world, analysis=None):
     if cfg.offload_states:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
-        plain = analysis.read_elsewhere if analysis else ()
-        named = list(model.blocks.named_modules(prefix="blocks"))
-        uses = Counter(getattr(module, "weight", None) for _, module in named)
-        layers = []
-        for name, module in named:
-            if name not in plain and uses[getattr(module, "weight", None)] == 1:
-                layers.append(module)
+        layers = layers_for_8_bits(model, analysis.read_elsewhere if analysis else ())
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
     if analysis and analysis.problem:  # values may decide which parameters a block uses
         for block in model.blocks:
@@ -54,6 +48,20 @@ def shard(model, cfg, world, analysis=None):
     if cfg.parallel == "zero2":
         model.unsharded_units = parallel.units(model)
         model.register_forward_pre_hook(gather_all)
+
+
+def layers_for_8_bits(model, read_elsewhere):
+    """The blocks' layers with a weight that is neither shared nor named in `read_elsewhere`."""
+    layers = {}
+    for name, module in model.blocks.named_modules(prefix="blocks"):
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            layers[name] = module
+    uses = Counter(layer.weight for layer in layers.values())
+    found = []
+    for name, layer in layers.items():
+        if uses[layer.weight] == 1 and name not in read_elsewhere:
+            found.append(layer)
+    return found
 
 
 def precisions(cfg):

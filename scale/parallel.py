@@ -40,9 +40,8 @@ def join(cfg):
         # 111 on two
         cores = len(os.sched_getaffinity(0)) // this_rank().local_size
         torch.set_num_threads(max(1, cores))
-    return start(
-        cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states
-    )
+    expandable = cfg.parallel != "ddp" or cfg.remat != "none"
+    return start(cfg.device, cfg.timeout_s, expandable, on_cpu=cfg.offload_states)
 
 
 def make_deterministic():
