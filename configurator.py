@@ -60,27 +60,26 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
         errors.leave(0)
     hints = typing.get_type_hints(cls)
     rest = list(argv)
-    settings = {}
     words = []
+    given = []  # (where, name, value); of a name the last one counts
     wrong = []
     while rest:
         word = rest.pop(0)
         try:
             if word.startswith("--"):
-                found = [("command line", *_flag(word, rest, hints))]
+                given.append(("command line", *_flag(word, rest, hints)))
             elif hasattr(cls, "words"):
                 words.append(word)
-                continue
             else:
-                found = _settings_of(_find_file(word, hints))
+                given += _settings_of(_find_file(word, hints))
         except UserError as error:
             wrong += error.args
-            continue
-        for where, name, value in found:
-            try:
-                settings[name] = _convert(cls, hints, name, value)
-            except UserError as error:
-                wrong.append(f"{where}: {error}")
+    settings = {}
+    for where, name, value in given:
+        try:
+            settings[name] = _convert(cls, hints, name, value)
+        except UserError as error:
+            wrong.append(f"{where}: {error}")
     refuse(wrong)
     cfg = cls(**complete(settings))
     if hasattr(cls, "words"):
@@ -180,10 +179,8 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     kinds = _alternatives(hints[name])
-    may_be_none = (
-        types.NoneType in kinds or getattr(cls, name, "") is None
-    )  # `name: str = None` too
-    if may_be_none and str(value) == "None":
+    by_default = getattr(cls, name, "") is None  # as in `name: str = None`
+    if str(value) == "None" and (by_default or types.NoneType in kinds):
         return None
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):

@@ -52,14 +52,11 @@ def shard(model, cfg, world, analysis=None):
 
 def layers_for_8_bits(model, read_elsewhere):
     """The blocks' layers with a weight that is neither shared nor named in `read_elsewhere`."""
-    layers = {}
-    for name, module in model.blocks.named_modules(prefix="blocks"):
-        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
-            layers[name] = module
-    uses = Counter(layer.weight for layer in layers.values())
+    layers = dict(model.blocks.named_modules(prefix="blocks"))
+    uses = Counter(getattr(layer, "weight", None) for layer in layers.values())
     found = []
     for name, layer in layers.items():
-        if uses[layer.weight] == 1 and name not in read_elsewhere:
+        if name not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
             found.append(layer)
     return found
 
