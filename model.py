@@ -12,7 +12,7 @@ Llama 3: https://arxiv.org/abs/2407.21783
 
 import math
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 import torch.nn as nn
@@ -402,9 +402,9 @@ def initialize(module, name):
             raise UserError(f"model.py: {where} {why}")
 
 
-def on_meta(cfg, **changes):
-    """A GPT of cfg's shape, but for the changes, that takes no memory yet."""
-    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)} | changes)
+def on_meta(cfg):
+    """A GPT of cfg's shape that takes no memory yet."""
+    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
     try:
         with torch.device("meta"):
             model = GPT(shape)
@@ -420,8 +420,9 @@ def on_meta(cfg, **changes):
 
 def build(cfg, device, seed=None):
     """A GPT allocated on `device` at once; without a seed its weights are undefined."""
-    best = dict(attention=best_attention(device)[0]) if cfg.attention == "auto" else {}
-    return allocate(on_meta(cfg, **best), device, seed)
+    if cfg.attention == "auto":
+        cfg = replace(cfg, attention=best_attention(device)[0])
+    return allocate(on_meta(cfg), device, seed)
 
 
 def allocate(model, device, seed=None, whole=nullcontext):

@@ -330,15 +330,14 @@ class Muon(torch.optim.Optimizer):
     A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov
     momentum. Only elements that the update shrinks as well decay
     (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. parts: {parameter:
-    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85. found_inf: as in
+    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85 to 0.95. found_inf: as in
     torch.optim.AdamW.
     """
 
     knows_found_inf = True
 
-    def __init__(self, groups, parts, lr, warmup=0, compiled=False, momentum=0.95):
+    def __init__(self, groups, parts, lr, warmup=0, compiled=False):
         super().__init__(groups, dict(lr=lr, weight_decay=0.0))
-        self.momentum = momentum
         self.warmup = warmup
         self.found_inf = None
         weights = [p for group in self.param_groups for p in group["params"]]
@@ -389,7 +388,7 @@ class Muon(torch.optim.Optimizer):
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
         warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
-        return skip, 0.85 + (self.momentum - 0.85) * warm
+        return skip, 0.85 + 0.1 * warm
 
 
 def by_shape(items, shape_of):
