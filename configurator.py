@@ -60,27 +60,26 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
         errors.leave(0)
     hints = typing.get_type_hints(cls)
     rest = list(argv)
-    settings = {}
     words = []
+    given = []  # (where, name, value); of a name the last one counts
     wrong = []
     while rest:
         word = rest.pop(0)
         try:
             if word.startswith("--"):
-                found = [("command line", *_flag(word, rest, hints))]
+                given.append(("command line", *_flag(word, rest, hints)))
             elif hasattr(cls, "words"):
                 words.append(word)
-                continue
             else:
-                found = _settings_of(_find_file(word, hints))
+                given += _settings_of(_find_file(word, hints))
         except UserError as error:
             wrong += error.args
-            continue
-        for where, name, value in found:
-            try:
-                settings[name] = _convert(cls, hints, name, value)
-            except UserError as error:
-                wrong.append(f"{where}: {error}")
+    settings = {}
+    for where, name, value in given:
+        try:
+            settings[name] = _convert(cls, hints, name, value)
+        except UserError as error:
+            wrong.append(f"{where}: {error}")
     refuse(wrong)
     cfg = cls(**complete(settings))
     if hasattr(cls, "words"):
@@ -180,7 +179,8 @@ def _convert(cls, hints, name, value):
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     kinds = _alternatives(hints[name])
-    if types.NoneType in kinds and str(value) == "None":
+    by_default = getattr(cls, name, "") is None  # as in `name: str = None`
+    if str(value) == "None" and (by_default or types.NoneType in kinds):
         return None
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
@@ -349,11 +349,11 @@ def columns():
 
 def _option(name, default, hint, comment, width, column=28):
     """A setting with its default and comment, which begins at `column`."""
-    choices = typing.get_args(hint)
+    kind, *_ = _alternatives(hint)
     if typing.get_origin(hint) is typing.Literal:
-        comment = f"{'|'.join(map(str, choices))}: {comment}"
-    elif default is None and choices[0] is not str:
-        comment = f"{choices[0].__name__}: {comment}"
+        comment = f"{'|'.join(map(str, typing.get_args(hint)))}: {comment}"
+    elif default is None and kind is not str:
+        comment = f"{kind.__name__}: {comment}"
     if default == ():
         default = "..."
     elif re.search(r"\s", str(default)):

@@ -12,7 +12,7 @@ Llama 3: https://arxiv.org/abs/2407.21783
 
 import math
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 import torch.nn as nn
@@ -402,38 +402,48 @@ def initialize(module, name):
             raise UserError(f"model.py: {where} {why}")
 
 
-def on_meta(cfg, **changes):
-    """A GPT of cfg's shape, but for the changes, that takes no memory yet."""
-    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)} | changes)
-    with torch.device("meta"):
-        return GPT(shape)
+def on_meta(cfg):
+    """A GPT of cfg's shape that takes no memory yet."""
+    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
+    try:
+        with torch.device("meta"):
+            model = GPT(shape)
+    except (RuntimeError, TypeError) as error:
+        if "meta" in str(error):  # of .item(), .tolist(), .numpy()
+            where = "model.py is built on the meta device, where tensors have no values"
+            error.add_note(f"{where}: take Python's math in __init__ (docs/experiment.md)")
+        raise
+    # of an edit's parameters, for optim.py; `allocate` makes other parameters
+    model.parameter_attributes = {name: vars(p) for name, p in model.named_parameters()}
+    return model
 
 
 def build(cfg, device, seed=None):
     """A GPT allocated on `device` at once; without a seed its weights are undefined."""
-    best = dict(attention=best_attention(device)[0]) if cfg.attention == "auto" else {}
-    return allocate(on_meta(cfg, **best), device, seed)
+    if cfg.attention == "auto":
+        cfg = replace(cfg, attention=best_attention(device)[0])
+    return allocate(on_meta(cfg), device, seed)
 
 
-def allocate(model, device, seed=None, **options):
-    """Allocates a model on meta on `device`, and initialises its weights if `seed` is given."""
+def allocate(model, device, seed=None, whole=nullcontext):
+    """Allocates a model of `on_meta`, and initialises its weights if `seed` is given.
+
+    whole: as of GPT.init_weights.
+    """
     places = {}  # {parameter: [(module, name)]}; weights that are shared have several
-    attributes = {}  # of a parameter, for optim.py
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
-            attributes[parameter] = vars(parameter).copy()
     model.to_empty(device=device)
-    for before, names in places.items():
-        (first, name), *others = names
-        parameter = first._parameters[name]
-        vars(parameter).update(attributes[before])
+    for (first, name), *others in places.values():
         for module, other in others:  # to_empty has allocated them apart
-            module._parameters[other] = parameter
+            module._parameters[other] = first._parameters[name]
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(model.parameter_attributes[name])
     for module in model.modules():
         if hasattr(module, "reset_tables"):  # RoPE's, which no checkpoint has
             module.reset_tables()
     if seed is not None:
         torch.manual_seed(seed)
-        model.init_weights(**options)
+        model.init_weights(whole)
     return model

@@ -53,6 +53,7 @@ def param_groups(model, cfg):
     conv = torch.nn.modules.conv._ConvNd
     convolutions = {m.weight for m in model.modules() if isinstance(m, conv)}
     left = []  # what Muon cannot take
+    outside = []  # of the blocks, which it takes
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -68,10 +69,15 @@ def param_groups(model, cfg):
             kind = "vector"
         if muon and kind == "vector" and p.dim() > 1:
             left.append(f"{name} {tuple(p.shape)}")
+        if muon and kind == "matrix" and not name.startswith("blocks."):
+            outside.append(name)
         groups[kind]["params"].append(p)
     if left:
         what = "Muon orthogonalises matrices and stacks of them"
         warn(f"{what}; AdamW has {listed(left)}, at lr and without decay")
+    if outside:
+        what = f"Muon has {listed(outside)}, outside of the blocks, and is for hidden matrices"
+        warn(f"{what}; a first or last layer and a table are AdamW's: see param_groups in optim.py")
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 
@@ -324,15 +330,14 @@ class Muon(torch.optim.Optimizer):
     A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov
     momentum. Only elements that the update shrinks as well decay
     (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. parts: {parameter:
-    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85. found_inf: as in
+    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85 to 0.95. found_inf: as in
     torch.optim.AdamW.
     """
 
     knows_found_inf = True
 
-    def __init__(self, groups, parts, lr, warmup=0, compiled=False, momentum=0.95):
+    def __init__(self, groups, parts, lr, warmup=0, compiled=False):
         super().__init__(groups, dict(lr=lr, weight_decay=0.0))
-        self.momentum = momentum
         self.warmup = warmup
         self.found_inf = None
         weights = [p for group in self.param_groups for p in group["params"]]
@@ -383,7 +388,7 @@ class Muon(torch.optim.Optimizer):
         skip = steps[0] * 0 if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
         warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
-        return skip, 0.85 + (self.momentum - 0.85) * warm
+        return skip, 0.85 + 0.1 * warm
 
 
 def by_shape(items, shape_of):
@@ -431,7 +436,7 @@ def orthogonalize_updates(matrices, updates):
     here = [matrix.rows_in(updates[matrix.weight]) for matrix in matrices]
     stack = here[0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
     mine = slice(rank * each, (rank + 1) * each)
-    owned = upright(stack, matrices[mine])
+    owned = as_matrices(stack, matrices[mine])
 
     if isinstance(matrices[0].weight, DTensor):  # this rank holds some rows of each matrix
         by_owner = [here[r * each : (r + 1) * each] for r in range(size)]
@@ -449,10 +454,10 @@ def orthogonalize_updates(matrices, updates):
     if size > 1:
         whole = stack.new_empty(size * each, short, long)
         all_gather_single(whole, stack)
-    copy(here, upright(whole, matrices))
+    copy(here, as_matrices(whole, matrices))
 
 
-def upright(stack, matrices):
+def as_matrices(stack, matrices):
     """Views of a stack's entries, (short, long), in the shapes of the matrices."""
     return [x if x.shape == matrix.shape else x.mT for x, matrix in zip(stack, matrices)]
 
@@ -462,13 +467,13 @@ def copy(targets, sources):
         torch._foreach_copy_(targets, sources)
 
 
-def orthogonalize_stack(stack, upright):
+def orthogonalize_stack(stack, entries):
     """Replaces a stack by its orthogonal factors, those of tall matrices scaled.
 
-    upright: views of its entries in the shapes of their matrices.
+    entries: views of them in the shapes of their matrices.
     """
     stack.copy_(orthogonalize(stack))
-    for x in upright:
+    for x in entries:
         rows, columns = x.shape
         if rows > columns:
             x *= (rows / columns) ** 0.5

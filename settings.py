@@ -318,11 +318,12 @@ def check(cfg, ranks=None):
     """
     if ranks is None:
         ranks = this_rank().size
+    in_conflict = conflicts(cfg, ranks)
     if cfg.batch_size == "auto":  # run.build.choose knows the device
         cfg = replace(cfg, batch_size=1)
     if cfg.remat_every == "auto":
         cfg = replace(cfg, remat_every=1)
-    refuse(cfg.problems() + out_of_range(cfg, ranks) + conflicts(cfg, ranks))
+    refuse(cfg.problems() + out_of_range(cfg, ranks) + in_conflict)
     refuse(shape_conflicts(cfg, ranks))
 
 
@@ -408,6 +409,7 @@ CONFLICTS = [
         "one of them",
     ),
     ("cuda_graph=True", "document_mask=True", "which waits for the GPU", "one of them"),
+    ("remat_every=not 1 1.0", "remat=none", "which computes nothing again", "--remat=selective"),
     ("remat_tile=not None", "remat=none", "which tiles nothing", "--remat=selective"),
     ("remat_offload=True", "remat=none selective", "which keeps too much to move", "--remat=block"),
     ("dropout=not 0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),
@@ -472,21 +474,24 @@ def shape_conflicts(cfg, ranks):
 def not_divisible(cfg, ranks):
     """Stages of the batch that are no whole number of micro-batches, one line each."""
     found = []
-    whole = cfg.micro_tokens(ranks)
     row = cfg.row_tokens(ranks)
-    least = row * max(1, cfg.loader_rows(ranks))
+    whole = cfg.micro_tokens(ranks)
+    smallest = row * max(1, cfg.loader_rows(ranks))
     for tokens, _ in cfg.stages:
         name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
-        unit, product = whole, f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}"
+        unit = whole
+        product = f"batch_size*block_size*ranks = {cfg.batch_size}*{cfg.block_size}"
         if tokens < whole and name == "batch_schedule":  # a micro-batch of fewer rows
-            unit, product = row, f"block_size*ranks = {cfg.block_size}"
+            unit = row
+            product = f"block_size*ranks = {cfg.block_size}"
+        micro = min(tokens, whole)
         if tokens % unit:
             fewer = tokens // unit * unit
             nearest = f"{fewer} or {fewer + unit}" if fewer else unit
             by = f"{product}*{ranks // cfg.context_parallel} = {unit}"
             found.append(f"{name}={tokens} is not divisible by {by}; nearest: {nearest}")
-        elif min(tokens, whole) % least:
-            rule = f"must be multiples of the first ones', {least}; try another --batch_size"
-            later = f"later micro-batches, here of {min(tokens, whole)} tokens"
+        elif micro % smallest:
+            rule = f"must be multiples of the first ones', {smallest}; try another --batch_size"
+            later = f"later micro-batches, here of {micro} tokens"
             found.append(f"batch_schedule={cfg.batch_schedule}: {later}, {rule}")
     return found

@@ -82,7 +82,7 @@ class Training:
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
-        self.joined = 1  # how many batches of the loader make a micro-batch; set likewise
+        self.loader_batches = 1  # that make a micro-batch; set likewise
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
@@ -97,7 +97,7 @@ class Training:
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
         # A step's targets are counted after its last micro-step. Until then the sum is divided by a
-        # constant, which a captured graph can hold; `clip` puts in the number of targets.
+        # constant, which a captured graph can hold; `normalize_and_clip` divides by it.
         part = loss * (count / self.rank_step_tokens)
         self.state.scaler.scale(part).backward()
         return self.figures.sums(part, count, extras)
@@ -106,7 +106,7 @@ class Training:
         """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
-            x, y = joined([next_batch() for _ in range(self.joined)])
+            x, y = concatenated([next_batch() for _ in range(self.loader_batches)])
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
             batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
             last = micro == self.accumulation - 1
@@ -118,7 +118,7 @@ class Training:
             totals = self.figures.add(totals, sums)
         return totals
 
-    def clip(self, totals):
+    def normalize_and_clip(self, totals):
         """Makes the gradients those of the mean over targets, clips them; returns their norm."""
         self.state.scaler.unscale_(self.state.optimizer)
         targets = parallel.sum_over_ranks(totals[1].clone())
@@ -141,7 +141,7 @@ class Training:
         state.step += 1
 
 
-def joined(batches):
+def concatenated(batches):
     """One batch, (x, y), with the rows of several."""
     return batches[0] if len(batches) == 1 else [torch.cat(parts) for parts in zip(*batches)]
 
@@ -230,9 +230,9 @@ def train(cfg, world, watch):
         optim.set_learning_rate(state.optimizer, lr)
         tokens = optim.batch_tokens(share, cfg)
         training.accumulation = cfg.micro_steps(world.size, tokens)
-        training.joined = cfg.loader_batches(world.size, tokens)
+        training.loader_batches = cfg.loader_batches(world.size, tokens)
         totals = training.accumulate(loader.next)
-        norm = training.clip(totals)
+        norm = training.normalize_and_clip(totals)
         with norms.around_update(state.step + 1):
             training.update(totals, norm)
 

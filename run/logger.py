@@ -89,11 +89,13 @@ class Logger:
         self.average = None  # running, without the first step, which compiles
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
-        self.steps_untimed = 1  # that are to come
+        self.sizes_seen = set()  # rows of micro-batches so far; for another number it compiles
+        self.steps_to_compile = 1
         if cfg.cuda_graph:
             from scale.cuda_graph import EAGER_STEPS
 
-            self.steps_untimed += EAGER_STEPS
+            self.steps_to_compile += EAGER_STEPS
+        self.steps_untimed = 0  # that are to come
         self.last_step = cfg.max_steps  # of the run; None: the time decides
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -329,6 +331,10 @@ class Logger:
         if self.seconds:  # not the first, which compiles
             self.average = 0.9 * (self.average or seconds) + 0.1 * seconds
         self.seconds = seconds
+        rows = self.cfg.micro_rows(self.world.size, launched.tokens - self.tokens)
+        if rows not in self.sizes_seen:
+            self.sizes_seen.add(rows)
+            self.steps_untimed = self.steps_to_compile
         if self.steps_untimed:
             self.steps_untimed -= 1
         else:

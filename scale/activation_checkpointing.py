@@ -41,41 +41,61 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
 
 def apply(model, cfg, device_type="cpu"):
     """Puts cfg.remat around each cfg.remat_every-th block from the first; results do not change."""
-    if cfg.remat == "attention" and device_type != "cpu":
-        in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
-        if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
-            why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
-            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
+    if cfg.remat == "attention":
+        refuse_other_attention(cfg, device_type)
     store = ActivationStore(cfg.remat_offload)
     for i in memory.recomputed_blocks(cfg, len(model.blocks)):
-        block, attention = model.blocks[i], None
+        block = model.blocks[i]
+        attention = None
         if cfg.remat == "selective" or cfg.remat_tile:
-            mlp = part_of(block, "mlp")
-            if not isinstance(mlp.core, RecomputedMLP):  # of an earlier block, which an edit shares
-                mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
+            recompute_mlp(block, cfg.remat_tile)
         if cfg.remat == "attention":
-            if "attention" in forms.edits:
-                why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
-                raise UserError(f"remat=attention {why}; try --remat=block")
-            attn = part_of(block, "attn")
-            if not isinstance(attn.core, KeptAttention):
-                attn = part_of(block, "attn", kernels.attention)
-                attn.core = KeptAttention(attn.core, store)
-            attention = attn.core
+            attention = keep_attention(block, store)
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
             model.layers[i] = mix, CheckpointedBlock(block, store, attention)
 
 
-def part_of(block, name, core=None):
-    """The block's part, which must have a `core`, that of `core` if it is given."""
+def refuse_other_attention(cfg, device_type):
+    """Raises UserError unless attention is PyTorch's, with an operator that KeptAttention knows."""
+    if device_type != "cpu":
+        in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
+        if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
+            why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
+            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
+    if "attention" in forms.edits:
+        why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
+        raise UserError(f"remat=attention {why}; try --remat=block")
+
+
+def recompute_mlp(block, tile):
+    """Wraps the core of a block's MLP, once where an edit's blocks share it."""
+    mlp = part_of(block, "mlp")
+    if not isinstance(mlp.core, RecomputedMLP):
+        mlp.core = RecomputedMLP(mlp.core, tile)
+
+
+def keep_attention(block, store):
+    """Wraps the core of a block's attention, once as in `recompute_mlp`; returns what wraps it."""
+    attn = part_of(block, "attn")
+    if not isinstance(attn.core, KeptAttention):
+        if attn.core is not kernels.attention:
+            raise other_core("attn", "another")
+        attn.core = KeptAttention(attn.core, store)
+    return attn.core
+
+
+def part_of(block, name):
+    """The block's part of this name, which must have a `core`."""
     part = getattr(block, name, None)
-    if not hasattr(part, "core") or core not in (None, part.core):
-        what = "another" if hasattr(part, "core") else "none"
-        raise UserError(
-            f"this remat wraps {name}.core, and model.py's block has {what}; try --remat=block"
-        )
+    if not hasattr(part, "core"):
+        raise other_core(name, "none")
     return part
+
+
+def other_core(name, found):
+    what = f"this remat wraps {name}.core, and model.py's block has {found}"
+    return UserError(f"{what}; try --remat=block")
 
 
 class CheckpointedBlock:

@@ -47,28 +47,34 @@ def refuse_lost(model, written):
     """Raises UserError for a value, a hook or a tensor of a model on meta that would be lost."""
     places = {storage_of(tensor) for tensor in written.tensors}
     for prefix, module in model.named_modules():
-        prefix = f"{prefix}." if prefix else ""
-        own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
-        for name, value in vars(module).items():
-            found = filter(torch.is_tensor, tree_leaves(value))
-            if any(t.is_meta and t not in own for t in found):  # PyTorch's RNNs list their own
-                why = "holds a tensor, which has no data in __init__; make it a buffer with"
-                raise UserError(
-                    f"model.py: {prefix}{name} {why} persistent=False, filled in reset_tables()"
-                )
+        wrong = lost_attributes(module)
         # a reset_parameters of model.py's own is meant to replace what __init__ gave
         reset = getattr(type(module), "reset_parameters", None)
         is_pytorchs = getattr(reset, "__module__", "").startswith("torch.")
         for name, p in module.named_parameters(recurse=False):
-            what = f"model.py: {prefix}{name}"
             if not p.is_meta or is_pytorchs and storage_of(p) in places:
                 why = "is given values in __init__, which are lost: give them in reset_parameters()"
-                raise UserError(f"{what} {why} of a subclass, or by init_std (docs/experiment.md)")
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                why = "has a hook on its gradient, which is lost"
-                raise UserError(f"{what} {why}; change gradients in Training.clip of train.py")
-            if p.dtype == torch.float64:
-                raise UserError(f"{what} is in float64; expected 32 or 16 bits")
+                wrong.append(f"{name} {why} of a subclass, or by init_std (docs/experiment.md)")
+            elif p._backward_hooks or p._post_accumulate_grad_hooks:
+                why = "has a hook on its gradient, which is lost; change gradients in train.py"
+                wrong.append(f"{name} {why}, in Training.normalize_and_clip")
+            elif p.dtype == torch.float64:
+                wrong.append(f"{name} is in float64; expected 32 or 16 bits")
+        if wrong:
+            where = f"{prefix}." if prefix else ""
+            raise UserError(f"model.py: {where}{wrong[0]}")
+
+
+def lost_attributes(module):
+    """Problems, a line each: a module's attributes with tensors that `allocate` does not know."""
+    own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+    wrong = []
+    for name, value in vars(module).items():
+        found = filter(torch.is_tensor, tree_leaves(value))
+        if any(t.is_meta and t not in own for t in found):  # PyTorch's RNNs list their own
+            why = "holds a tensor, which has no data in __init__; make it a buffer with"
+            wrong.append(f"{name} {why} persistent=False, filled in reset_tables()")
+    return wrong
 
 
 def numbers(model):

@@ -24,13 +24,7 @@ def shard(model, cfg, world, analysis=None):
     if cfg.offload_states:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
-        plain = analysis.read_elsewhere if analysis else ()
-        named = list(model.blocks.named_modules(prefix="blocks"))
-        uses = Counter(getattr(module, "weight", None) for _, module in named)
-        layers = []
-        for name, module in named:
-            if name not in plain and uses[getattr(module, "weight", None)] == 1:
-                layers.append(module)
+        layers = layers_for_8_bits(model, analysis.read_elsewhere if analysis else ())
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
     if analysis and analysis.problem:  # values may decide which parameters a block uses
         for block in model.blocks:
@@ -38,15 +32,12 @@ def shard(model, cfg, world, analysis=None):
 
     units = units_of(model, cfg, analysis)
     refuse_undividable(model, units, cfg)
-    attributes = {name: vars(p).copy() for name, p in model.named_parameters()}
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
         # the head not before the backward, which begins with it
         frees = cfg.parallel != "zero2" and modules != [model.head]
         fsdp.fully_shard(modules, reshard_after_forward=frees, **options)
     fsdp.fully_shard(model, **options)
-    for name, p in model.named_parameters():
-        vars(p).update(attributes[name])
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)
@@ -57,6 +48,17 @@ def shard(model, cfg, world, analysis=None):
     if cfg.parallel == "zero2":
         model.unsharded_units = parallel.units(model)
         model.register_forward_pre_hook(gather_all)
+
+
+def layers_for_8_bits(model, read_elsewhere):
+    """The blocks' layers with a weight that is neither shared nor named in `read_elsewhere`."""
+    layers = dict(model.blocks.named_modules(prefix="blocks"))
+    uses = Counter(getattr(layer, "weight", None) for layer in layers.values())
+    found = []
+    for name, layer in layers.items():
+        if name not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
+            found.append(layer)
+    return found
 
 
 def precisions(cfg):

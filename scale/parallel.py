@@ -40,9 +40,8 @@ def join(cfg):
         # 111 on two
         cores = len(os.sched_getaffinity(0)) // this_rank().local_size
         torch.set_num_threads(max(1, cores))
-    return start(
-        cfg.device, cfg.timeout_s, cfg.parallel != "ddp" or cfg.remat != "none", cfg.offload_states
-    )
+    expandable = cfg.parallel != "ddp" or cfg.remat != "none"
+    return start(cfg.device, cfg.timeout_s, expandable, on_cpu=cfg.offload_states)
 
 
 def make_deterministic():
@@ -228,7 +227,7 @@ def refuse_changes(model, may_freeze=False):
             raise UserError(f"{what} when the model was built; set it in GPT.__init__")
         if sharded and p._backward_hooks:
             what = f"{name} has a hook on its gradient, which FSDP2 does not call"
-            raise UserError(f"{what}; change gradients in Training.clip of train.py")
+            raise UserError(f"{what}; change it in train.py, in Training.normalize_and_clip")
 
 
 def sum_over_ranks(tensor):

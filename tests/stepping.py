@@ -7,7 +7,7 @@ def take_step(job, next_batch, lr):
     """(this rank's mean loss over its targets, the norm of the gradients over all ranks)"""
     optim.set_learning_rate(job.state.optimizer, lr)
     totals = job.accumulate(next_batch)
-    norm = job.clip(totals)
+    norm = job.normalize_and_clip(totals)
     loss = totals[0] * job.rank_step_tokens / totals[1].clamp(min=1)
     job.update(totals, norm)
     return loss, norm

@@ -246,6 +246,19 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
+def test_a_setting_of_none_needs_no_none_in_its_type():
+    """As nanoGPT's users write it."""
+
+    @dataclass
+    class Plain:
+        name: str = None  # of a thing
+        size: int = None  # of it
+
+    assert configure(Plain, ["--name=None", "--size=3"]) == Plain(None, 3)
+    assert configure(Plain, ["--size", "None"]) == Plain()
+    assert re.search(r"--size=None +int: of it", describe(Plain))
+
+
 @pytest.mark.parametrize(
     "name", "fineweb sample hellaswag validate convert plot bench bench:step".split()
 )

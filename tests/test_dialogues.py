@@ -299,7 +299,7 @@ def masked_step(words):
     loader = build.make_loader(cfg, world)
     job = train.Training(build.choose(cfg, world.device)[0], world, loader)
     sums = job.accumulate(loader.next)
-    norm = job.clip(sums)
+    norm = job.normalize_and_clip(sums)
     loss = job.figures.over_ranks(sums, norm, {}).get()[0]
     loader.close()
     whole = {

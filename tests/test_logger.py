@@ -31,12 +31,12 @@ def make(tmp_path, log_interval=1, settings=None, **options):
     return log
 
 
-def take(log, step, seconds, loss=3.0, norm=1.0, **extras):
+def take(log, step, seconds, loss=3.0, norm=1.0, tokens=None, **extras):
     """A step of 1,000 tokens in `seconds`; the last figure is the time of the step before."""
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
     means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
-    log._read(logger.Launched(step, 1000 * step, 1e-3, began, means))
+    log._read(logger.Launched(step, tokens or 1000 * step, 1e-3, began, means))
 
 
 def lines(tmp_path):
@@ -64,6 +64,15 @@ def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path,
     assert log.elapsed(6) == pytest.approx(expected) and log.elapsed(7) == pytest.approx(
         expected * 7 / 6
     )
+
+
+def test_a_step_that_compiles_a_larger_micro_batch_is_not_timed(tmp_path):
+    """batch_schedule: from step 3 on a micro-batch has two rows of 500 tokens."""
+    size = dict(block_size=500, batch_size=2, batch_tokens=1000, batch_schedule="500:0.5")
+    log = make(tmp_path, settings=dict(max_seconds=100.0, **size))
+    for step, seconds, tokens in ((1, 9.0, 500), (2, 1.0, 1000), (3, 13.0, 2000), (4, 2.0, 3000)):
+        take(log, step, seconds, tokens=tokens)
+    assert log.elapsed(4) == 4 * (1.0 + 2.0) / 2
 
 
 def test_a_run_of_days_is_told_once(tmp_path, capsys):

@@ -334,6 +334,21 @@ def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monk
     assert sum(p.numel() for p in model.parameters()) == plain - shared.numel() + 2
 
 
+@pytest.mark.parametrize("read", ["item", "tolist", "numpy"])
+def test_reading_a_value_in_init_is_explained(monkeypatch, read):
+    """As in a rate that differs by block, read from a torch.linspace."""
+    made = models.GPT.__init__
+
+    def reads(self, cfg):
+        made(self, cfg)
+        self.rate = getattr(torch.zeros(()), read)()
+
+    monkeypatch.setattr(models.GPT, "__init__", reads)
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        build(small(), CPU, 0)
+    assert "on the meta device, where tensors have no values" in raised.value.__notes__[0]
+
+
 def test_dropout_only_in_training():
     model, plain = randomized(small(dropout=0.5)), randomized(small())
     x = ids(model.cfg)

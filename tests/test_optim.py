@@ -248,6 +248,7 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
         said.count("AdamW has row.weight (1, 8), mix.weight (8, 8, 4), at lr and without decay")
         == 1
     )
+    assert said.count("Muon has stack, outside of the blocks, and is for hidden matrices") == 1
     adamw, muon = optimizer.optimizers
     assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [
         1,

@@ -43,6 +43,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--cuda_graph --remat=block", 1, "cuda_graph=True does not go with remat=block"),
     ("--cuda_graph --parallel=zero2", 2, "cuda_graph=True does not go with parallel=zero2"),
     ("--remat_tile=128", 1, "remat_tile=128 does not go with remat=none"),
+    ("--remat_every=2", 1, "remat_every=2.0 does not go with remat=none"),
+    ("--remat_every=auto", 1, "remat_every=auto does not go with remat=none"),
     ("--remat=block --remat_tile=0", 1, "remat_tile=0 must be at least 1"),
     ("--remat=attention --n_embd=48", 1, "head_dim=4 to be a multiple of 8"),
     ("--document_mask --remat=attention", 1, "remat=attention does not go with document_mask=True"),

@@ -10,7 +10,7 @@ MICRO_STEPS = '        for micro in progress(range(self.accumulation), "micro-st
 LAST = "            last = micro == self.accumulation - 1\n"
 NEXT = "            x, y = next_batch()\n"
 CLIP = "        return optim.clip_gradients(self.state.model, self.cfg.clip, factor)\n"
-CLIP_CALL = "        norm = training.clip(totals)\n"
+CLIP_CALL = "        norm = training.normalize_and_clip(totals)\n"
 SCHEDULE = "    low = peak * cfg.min_lr_ratio\n"
 LOADER = "    loader = make_loader(cfg, world)\n"
 EVALUATIONS = "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n"
