@@ -62,11 +62,11 @@ class Config:
 
     @property
     def keys(self):
-        return tuple(self.text_key.split(","))
+        return tuple(key.strip() for key in self.text_key.split(","))
 
     @property
     def is_chat(self):
-        return self.text_key == "messages" or len(self.keys) == 2
+        return self.keys == ("messages",) or len(self.keys) == 2
 
 
 def main(cfg):
@@ -107,29 +107,26 @@ def main(cfg):
         if cfg.is_chat:
             words += f", {progress.total('targets', split):,} of them with loss"
         print(f"{split:5}  {words}")
-    tokens = progress.total("tokens", "train")
-    held_out = progress.total("targets" if cfg.is_chat else "tokens", "val")
-    gpu = shutil.which("nvidia-smi") is not None
-    for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, held_out, gpu).items():
+    commands = go_on(
+        cfg,
+        out,
+        vocab_size=tokenizer.vocab_size,
+        tokens=progress.total("tokens", "train"),
+        held_out=progress.total("targets" if cfg.is_chat else "tokens", "val"),
+        gpu=shutil.which("nvidia-smi") is not None,
+    )
+    for where, words in commands.items():
         print(f"{where:11} {shlex.join(['python', 'train.py', *words])}")
 
 
-def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
+def go_on(cfg, out, *, vocab_size, tokens, held_out, gpu):
     """{label: words of train.py}: a recipe for so many tokens on this device, and on a GPU.
 
     tokens: of training. held_out: of validation, of dialogues those with loss.
     """
     folders = dict(data_dir=str(out), out_dir=f"out/{out.name}")
     if cfg.is_chat:
-        batch = RunConfig.batch_tokens
-        while EPOCHS * tokens < FEW_STEPS * batch and batch > SMALL_BATCH:
-            batch //= 2
-        usual = RunConfig(batch_tokens=batch, warmup_steps=RunConfig.max_steps)
-        given = folders | fitted(usual, tokens, held_out) | dict(lr=2e-5)
-        masks = ["--align_documents", "--document_mask"]
-        return {
-            "go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]
-        }
+        return {"go on with": fine_tuning(folders, tokens, held_out, cfg.pack)}
     small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
     large = small
     if tokens >= 10e6:
@@ -140,7 +137,8 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     found = {}
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
-        given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
+        given = folders | dict(vocab_size=vocab_size)
+        given |= fitted(recipe, tokens, held_out, cfg.pack)
         on_cpu = name == small and not gpu
         if on_cpu and vocab_size > LARGE_VOCABULARY and held_out > CPU_EVAL_TOKENS:
             given["eval_tokens"] = min(recipe.eval_tokens, CPU_EVAL_TOKENS)
@@ -148,13 +146,29 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     return found
 
 
-def fitted(recipe, tokens, held_out):
-    """{setting: value} with which so many tokens suffice for rows, batches, steps, evaluations."""
-    block_size = recipe.block_size
+def fine_tuning(folders, tokens, held_out, pack):
+    """Words of train.py that go on from Hugging Face weights on so many tokens of dialogues."""
+    batch_tokens = RunConfig.batch_tokens
+    while EPOCHS * tokens < FEW_STEPS * batch_tokens and batch_tokens > SMALL_BATCH:
+        batch_tokens //= 2
+    usual = RunConfig(batch_tokens=batch_tokens, warmup_steps=RunConfig.max_steps)
+    given = folders | fitted(usual, tokens, held_out, pack) | dict(lr=2e-5, document_mask=True)
+    if not pack:  # packed rows cut few dialogues as they are
+        given["align_documents"] = True
+    return ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given)]
+
+
+def fitted(recipe, tokens, held_out, pack):
+    """{setting: value} with which so many tokens suffice for rows, batches, steps, evaluations.
+
+    pack: the length of rows that the documents are ordered for; None: the recipe's will do.
+    """
+    block_size = pack or recipe.block_size
     while block_size >= tokens and block_size > 1:  # a row is one token longer
         block_size //= 2
-    rows = min(recipe.batch_tokens, tokens) // block_size
-    batch_size = min(recipe.batch_size, rows)
+    rows = max(1, min(recipe.batch_tokens, tokens) // block_size)
+    most = max(1, recipe.batch_size * recipe.block_size // block_size)  # as much memory
+    batch_size = min(most, rows)
     batch_tokens = rows // batch_size * batch_size * block_size
     max_steps = min(recipe.max_steps, max(1, EPOCHS * tokens // batch_tokens))
     return dict(
@@ -209,18 +223,25 @@ def check(cfg):
     refuse(wrong)
 
 
+def check_files(cfg, files):
+    """As `check`, of settings that do not suit local files; None: the documents are the hub's."""
+    if files is None:
+        refuse(without_effect(cfg, ["skip_bad_documents"], "is for local files"))
+        return
+    wrong = without_effect(cfg, ["subset", "split", "revision"], "is for the hub, not for files")
+    if cfg.val_tokens and alone(files):
+        wrong.append(
+            f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
+        )
+    texts = [path for path in files if kind(path)[0] not in RECORDS]
+    if cfg.is_chat and texts:
+        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
+    refuse(wrong)
+
+
 def settings(cfg, source, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder begun with other values is refused."""
     files = source.files
-    if cfg.val_tokens and alone(files):
-        raise UserError(
-            f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
-        )
-    texts = [path for path in files or () if kind(path)[0] not in RECORDS]
-    if dialogues and texts:
-        raise UserError(
-            f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}"
-        )
     chosen = {"dataset": source.name, "revision": cfg.revision}
     if cfg.ready_made:
         return chosen | {"max_shards": cfg.max_shards}
@@ -252,7 +273,7 @@ def settings(cfg, source, tokenizer, dialogues):
         listing = hashlib.sha256(os.fsencode(listing)).hexdigest()
         chosen |= {"files": len(files), "files_sha256": listing, "contents_sha256": source.sha256}
         # about 1% of the tokens, which have one byte or about four; less of compressed files
-        share = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
+        share = sum(sizes) // (100 if cfg.tokenizer in ("bytes", "chars") else 400)
         if alone(files):
             share = 1
     chosen["val_tokens"] = cfg.val_tokens
@@ -270,6 +291,7 @@ class Source:
         self.cfg = cfg
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
         self.files = None if cfg.ready_made else local_files(self.name)
+        check_files(cfg, self.files)
         self.sha256 = contents(self.files) if self.files else None
         self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
         if self.files and len(self.files) > 1:

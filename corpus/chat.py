@@ -47,7 +47,8 @@ def template_of(folder):
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
         refuse_link(path)
-        return path.read_text(encoding="utf-8", errors="replace")
+        with as_user_error(f"{path} cannot be read"):
+            return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
         named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]

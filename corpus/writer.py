@@ -269,10 +269,12 @@ def fetch_shards(name, revision, max_shards, progress):
             )
         missing = [*val, *train[:max_shards]][len(progress.shards) :]
         for file in tqdm(missing, desc=name, unit=" shards", disable=None):
-            files.patiently(
-                huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub
-            )
             path = progress.out / file
+            for needed in (mask_path(path).name, file):
+                if needed in listed:  # texts have no masks
+                    files.patiently(
+                        huggingface_hub.hf_hub_download, name, needed, local_dir=progress.out, **hub
+                    )
             tokens = open_shard(path)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 raise DataError(
