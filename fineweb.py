@@ -24,7 +24,7 @@ from configurator import configure, run, too_small, without_effect
 from corpus import DataError, as_user_error
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from settings import Config as RunConfig
-from system.errors import UserError, refuse
+from system.errors import refuse
 from system.files import Lock, patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -71,7 +71,6 @@ class Config:
 
 def main(cfg):
     check(cfg)
-    from corpus import tokenizer as tokenizers
     from corpus import writer
     from corpus.chat import Dialogues
 
@@ -79,14 +78,7 @@ def main(cfg):
     out = Path(cfg.out_dir or f"data/{source.short}")
     with Lock(out) as lock:
         lock.take()
-        tokenizer = cfg.tokenizer
-        if tokenizer == "chars":
-            tokenizer = out / "tokenizer.json"
-            begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
-            if not (begun and tokenizer.exists()):
-                texts = source.documents(tell=lambda words: None)  # they are told below
-                tokenizers.write_characters(texts, tokenizer)
-        tokenizer = tokenizers.load(str(tokenizer))
+        tokenizer = load_tokenizer(cfg, source, out)
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
         progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
         if progress.finished:
@@ -96,9 +88,8 @@ def main(cfg):
                 writer.fetch_shards(source.name, cfg.revision, cfg.max_shards, progress)
             else:
                 first, _ = progress.position
-                writer.write_shards(
-                    source.documents(first), (dialogues or tokenizer).rows, progress, source.short
-                )
+                encode = (dialogues or tokenizer).rows
+                writer.write_shards(source.documents(first), encode, progress, source.short)
             progress.finish()
         # it names this machine, and the folder may be uploaded
         (out / "run.lock").unlink(missing_ok=True)
@@ -117,6 +108,20 @@ def main(cfg):
     )
     for where, words in commands.items():
         print(f"{where:11} {shlex.join(['python', 'train.py', *words])}")
+
+
+def load_tokenizer(cfg, source, out):
+    """The Tokenizer; that of `chars` is first made of all documents, unless `out` was begun."""
+    from corpus import tokenizer
+
+    if cfg.tokenizer != "chars":
+        return tokenizer.load(cfg.tokenizer)
+    path = out / "tokenizer.json"
+    begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
+    if not (begun and path.exists()):
+        documents = source.documents(tell=lambda warning: None)  # told when they are written
+        tokenizer.write_characters(documents, path)
+    return tokenizer.load(str(path))
 
 
 def go_on(cfg, out, *, vocab_size, tokens, held_out, gpu):
@@ -207,15 +212,9 @@ def check(cfg):
             f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens"
         )
     if cfg.ready_made:
-        texts = vars(cfg).keys() - {
-            "dataset",
-            "revision",
-            "shards",
-            "out_dir",
-            "tokenizer",
-            "max_shards",
-        }
-        wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
+        of_shards = {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
+        of_texts = vars(cfg).keys() - of_shards
+        wrong += without_effect(cfg, of_texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or cfg.is_chat):
@@ -241,22 +240,12 @@ def check_files(cfg, files):
 
 def settings(cfg, source, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder begun with other values is refused."""
-    files = source.files
-    chosen = {"dataset": source.name, "revision": cfg.revision}
     if cfg.ready_made:
-        return chosen | {"max_shards": cfg.max_shards}
-    apart = {
-        "dataset",
-        "subset",
-        "split",
-        "shards",
-        "streaming",
-        "out_dir",
-        "val_tokens",
-        "max_shards",
-    }
-    chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
+        return {"dataset": source.name, "revision": cfg.revision, "max_shards": cfg.max_shards}
+    apart = {"subset", "split", "shards", "out_dir", "max_shards"}
+    chosen = {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {
+        "dataset": source.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
@@ -264,24 +253,32 @@ def settings(cfg, source, tokenizer, dialogues):
     }
     if dialogues:
         chosen["chat_sha256"] = dialogues.digest
-    share = cfg.shard_tokens
-    if files is None:
+    if source.files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
     else:
-        sizes = [os.path.getsize(path) for path in files]
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
-        listing = hashlib.sha256(os.fsencode(listing)).hexdigest()
-        chosen |= {"files": len(files), "files_sha256": listing, "contents_sha256": source.sha256}
-        # about 1% of the tokens, which have one byte or about four; less of compressed files
-        share = sum(sizes) // (100 if cfg.tokenizer in ("bytes", "chars") else 400)
-        if alone(files):
-            share = 1
-    chosen["val_tokens"] = cfg.val_tokens
+        listing = "".join(f"{path}\t{os.path.getsize(path)}\n" for path in source.files)
+        chosen |= {
+            "files": len(source.files),
+            "files_sha256": hashlib.sha256(os.fsencode(listing)).hexdigest(),
+            "contents_sha256": source.sha256,
+        }
     if cfg.val_tokens is None:
-        chosen["val_tokens"] = max(
-            1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10)
-        )
+        chosen["val_tokens"] = usual_val_tokens(cfg, source.files)
     return chosen
+
+
+def usual_val_tokens(cfg, files):
+    """Validation tokens of `files` or of the hub where val_tokens is None; docs/data.md."""
+    if alone(files):
+        return 1  # its last tenth is a document, which is taken whole
+    found = cfg.shard_tokens
+    if files is not None:
+        # 1% of the tokens, which have one byte or about four; less of compressed files
+        percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
+        found = min(found, sum(map(os.path.getsize, files)) // percent)
+    if cfg.max_tokens is not None:
+        found = min(found, cfg.max_tokens // 10)
+    return max(1, found)
 
 
 class Source:
@@ -319,23 +316,28 @@ class Source:
             for batch in data.iter(batch_size=256):  # about 200,000 tokens
                 for words in filter(None, batch.get(WARNING, ())):
                     tell(f"warning: {words}")
-                found = batch[cfg.keys[0]]
-                if len(cfg.keys) == 2:
-                    found = list(zip(found, batch[cfg.keys[1]]))
-                elif cfg.is_chat and self.files:
-                    found = [text and json.loads(text) for text in found]
-                elif not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
-                    raise DataError(
-                        f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text"
-                    )
-                yield found
+                yield self._of_columns(batch)
+
+    def _of_columns(self, batch):
+        """The documents of {field: its values}."""
+        columns = [batch[key] for key in self.cfg.keys]
+        if len(columns) == 2:
+            return list(zip(*columns))
+        (values,) = columns
+        if not self.cfg.is_chat and not all(isinstance(value, str | None) for value in values):
+            raise DataError(
+                f"dataset={self.cfg.dataset}: the field text_key={self.cfg.text_key} is not text"
+            )
+        if self.cfg.is_chat and self.files:  # local_documents gives JSON
+            return [value and json.loads(value) for value in values]
+        return values
 
     def _parts(self, tell):
         """The last tenth of a single text, for validation, and what precedes it, or all of it."""
         row = next(local_documents(self.files, self.cfg.keys, False))
         if row[WARNING]:
             tell(f"warning: {row[WARNING]}")
-        text = row[self.cfg.text_key]
+        text = row[self.cfg.keys[0]]
         cut = len(text) if self.cfg.val_tokens == 0 else len(text) * 9 // 10
         return [part for part in (text[cut:], text[:cut]) if part]
 
@@ -347,22 +349,19 @@ class Source:
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
-        if not self.files:
+        if self.files is None:
             subset = cfg.subset
             if subset == Config.subset and self.name not in SHORT_NAMES.values():
                 subset = None  # the default is one of FineWeb alone
             hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
             return patiently(datasets.load_dataset, self.name, **hub).select_columns(list(cfg.keys))
         given = dict(paths=tuple(self.files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
-        form = datasets.Features(
-            dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string"))
-        )
+        columns = dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string"))
+        options = dict(gen_kwargs=given, features=datasets.Features(columns))
         if cfg.streaming:
-            return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
-        digest = datasets.fingerprint.Hasher.hash((self.sha256, given))
-        return datasets.Dataset.from_generator(
-            local_documents, form, gen_kwargs=given, fingerprint=digest
-        )
+            return datasets.IterableDataset.from_generator(local_documents, **options)
+        options["fingerprint"] = datasets.fingerprint.Hasher.hash((self.sha256, given))
+        return datasets.Dataset.from_generator(local_documents, **options)
 
 
 if __name__ == "__main__":

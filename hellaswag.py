@@ -34,9 +34,17 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 CACHE = Path.home() / ".cache" / "hellaswag"
 # on a CPU a row takes a third longer with 4,096 (GPT-2 124M)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
-WORDS = lambda v: text(v) and v.strip() != ""
-FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
-EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
+
+
+def is_text(value):
+    return text(value) and value.strip() != ""
+
+
+def are_four(value):
+    return isinstance(value, list) and len(value) == 4 and all(map(is_text, value))
+
+
+EXAMPLE = {"ctx": is_text, "endings": are_four, "label": (*range(4), *"0123")}
 
 
 @dataclass
