@@ -158,7 +158,7 @@ def fine_tuning(folders, tokens, held_out, pack):
         batch_tokens //= 2
     usual = RunConfig(batch_tokens=batch_tokens, warmup_steps=RunConfig.max_steps)
     given = folders | fitted(usual, tokens, held_out, pack) | dict(lr=2e-5, document_mask=True)
-    if not pack:  # packed rows cut few dialogues as they are
+    if not pack:  # else rows would no longer be those of pack
         given["align_documents"] = True
     return ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given)]
 

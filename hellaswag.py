@@ -235,7 +235,10 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
     stop(): whether to leave the rest.
     """
-    summed = lambda idx, targets: model.token_losses(idx, targets).float().sum(1, keepdim=True)
+
+    def summed(idx, targets):
+        return model.token_losses(idx, targets).float().sum(1, keepdim=True)
+
     return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
 
 
@@ -253,7 +256,9 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
     device = parallel.device_of(model)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(device.type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
-    jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
+    _, B, T = jobs[-1]
+    missing = -len(jobs) % world  # FSDP2 needs as many forwards on every rank
+    jobs += [([], B, T)] * missing
     found = torch.zeros(len(prepared.rows), n, device=device)
     for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
         idx = torch.zeros(B, T, dtype=torch.long)
