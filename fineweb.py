@@ -24,7 +24,7 @@ from configurator import configure, run, too_small, without_effect
 from corpus import DataError, as_user_error
 from corpus.text_files import RECORDS, WARNING, alone, contents, kind, local_documents, local_files
 from settings import Config as RunConfig
-from system.errors import UserError, refuse
+from system.errors import refuse
 from system.files import Lock, patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -62,16 +62,15 @@ class Config:
 
     @property
     def keys(self):
-        return tuple(self.text_key.split(","))
+        return tuple(key.strip() for key in self.text_key.split(","))
 
     @property
     def is_chat(self):
-        return self.text_key == "messages" or len(self.keys) == 2
+        return self.keys == ("messages",) or len(self.keys) == 2
 
 
 def main(cfg):
     check(cfg)
-    from corpus import tokenizer as tokenizers
     from corpus import writer
     from corpus.chat import Dialogues
 
@@ -79,14 +78,7 @@ def main(cfg):
     out = Path(cfg.out_dir or f"data/{source.short}")
     with Lock(out) as lock:
         lock.take()
-        tokenizer = cfg.tokenizer
-        if tokenizer == "chars":
-            tokenizer = out / "tokenizer.json"
-            begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
-            if not (begun and tokenizer.exists()):
-                texts = source.documents(tell=lambda words: None)  # they are told below
-                tokenizers.write_characters(texts, tokenizer)
-        tokenizer = tokenizers.load(str(tokenizer))
+        tokenizer = load_tokenizer(cfg, source, out)
         dialogues = Dialogues(tokenizer) if cfg.is_chat else None
         progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
         if progress.finished:
@@ -96,9 +88,8 @@ def main(cfg):
                 writer.fetch_shards(source.name, cfg.revision, cfg.max_shards, progress)
             else:
                 first, _ = progress.position
-                writer.write_shards(
-                    source.documents(first), (dialogues or tokenizer).rows, progress, source.short
-                )
+                encode = (dialogues or tokenizer).rows
+                writer.write_shards(source.documents(first), encode, progress, source.short)
             progress.finish()
         # it names this machine, and the folder may be uploaded
         (out / "run.lock").unlink(missing_ok=True)
@@ -107,29 +98,40 @@ def main(cfg):
         if cfg.is_chat:
             words += f", {progress.total('targets', split):,} of them with loss"
         print(f"{split:5}  {words}")
-    tokens = progress.total("tokens", "train")
-    held_out = progress.total("targets" if cfg.is_chat else "tokens", "val")
-    gpu = shutil.which("nvidia-smi") is not None
-    for where, words in go_on(cfg, out, tokenizer.vocab_size, tokens, held_out, gpu).items():
+    commands = go_on(
+        cfg,
+        out,
+        vocab_size=tokenizer.vocab_size,
+        tokens=progress.total("tokens", "train"),
+        held_out=progress.total("targets" if cfg.is_chat else "tokens", "val"),
+        gpu=shutil.which("nvidia-smi") is not None,
+    )
+    for where, words in commands.items():
         print(f"{where:11} {shlex.join(['python', 'train.py', *words])}")
 
 
-def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
+def load_tokenizer(cfg, source, out):
+    """The Tokenizer; that of `chars` is first made of all documents, unless `out` was begun."""
+    from corpus import tokenizer
+
+    if cfg.tokenizer != "chars":
+        return tokenizer.load(cfg.tokenizer)
+    path = out / "tokenizer.json"
+    begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
+    if not (begun and path.exists()):
+        documents = source.documents(tell=lambda warning: None)  # told when they are written
+        tokenizer.write_characters(documents, path)
+    return tokenizer.load(str(path))
+
+
+def go_on(cfg, out, *, vocab_size, tokens, held_out, gpu):
     """{label: words of train.py}: a recipe for so many tokens on this device, and on a GPU.
 
     tokens: of training. held_out: of validation, of dialogues those with loss.
     """
     folders = dict(data_dir=str(out), out_dir=f"out/{out.name}")
     if cfg.is_chat:
-        batch = RunConfig.batch_tokens
-        while EPOCHS * tokens < FEW_STEPS * batch and batch > SMALL_BATCH:
-            batch //= 2
-        usual = RunConfig(batch_tokens=batch, warmup_steps=RunConfig.max_steps)
-        given = folders | fitted(usual, tokens, held_out) | dict(lr=2e-5)
-        masks = ["--align_documents", "--document_mask"]
-        return {
-            "go on with": ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given), *masks]
-        }
+        return {"go on with": fine_tuning(folders, tokens, held_out, cfg.pack)}
     small = "shakespeare_char" if cfg.tokenizer == "chars" else "quickstart"
     large = small
     if tokens >= 10e6:
@@ -140,7 +142,8 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     found = {}
     for where, name in recipes.items():
         recipe = configure(RunConfig, [f"config/{name}.py"])
-        given = folders | dict(vocab_size=vocab_size) | fitted(recipe, tokens, held_out)
+        given = folders | dict(vocab_size=vocab_size)
+        given |= fitted(recipe, tokens, held_out, cfg.pack)
         on_cpu = name == small and not gpu
         if on_cpu and vocab_size > LARGE_VOCABULARY and held_out > CPU_EVAL_TOKENS:
             given["eval_tokens"] = min(recipe.eval_tokens, CPU_EVAL_TOKENS)
@@ -148,13 +151,29 @@ def go_on(cfg, out, vocab_size, tokens, held_out, gpu):
     return found
 
 
-def fitted(recipe, tokens, held_out):
-    """{setting: value} with which so many tokens suffice for rows, batches, steps, evaluations."""
-    block_size = recipe.block_size
+def fine_tuning(folders, tokens, held_out, pack):
+    """Words of train.py that go on from Hugging Face weights on so many tokens of dialogues."""
+    batch_tokens = RunConfig.batch_tokens
+    while EPOCHS * tokens < FEW_STEPS * batch_tokens and batch_tokens > SMALL_BATCH:
+        batch_tokens //= 2
+    usual = RunConfig(batch_tokens=batch_tokens, warmup_steps=RunConfig.max_steps)
+    given = folders | fitted(usual, tokens, held_out, pack) | dict(lr=2e-5, document_mask=True)
+    if not pack:  # else rows would no longer be those of pack
+        given["align_documents"] = True
+    return ["--init_from=hf:NAME_OR_FOLDER", *changes(RunConfig(), given)]
+
+
+def fitted(recipe, tokens, held_out, pack):
+    """{setting: value} with which so many tokens suffice for rows, batches, steps, evaluations.
+
+    pack: the length of rows that the documents are ordered for; None: the recipe's will do.
+    """
+    block_size = pack or recipe.block_size
     while block_size >= tokens and block_size > 1:  # a row is one token longer
         block_size //= 2
-    rows = min(recipe.batch_tokens, tokens) // block_size
-    batch_size = min(recipe.batch_size, rows)
+    rows = max(1, min(recipe.batch_tokens, tokens) // block_size)
+    most = max(1, recipe.batch_size * recipe.block_size // block_size)  # as much memory
+    batch_size = min(most, rows)
     batch_tokens = rows // batch_size * batch_size * block_size
     max_steps = min(recipe.max_steps, max(1, EPOCHS * tokens // batch_tokens))
     return dict(
@@ -193,15 +212,9 @@ def check(cfg):
             f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens"
         )
     if cfg.ready_made:
-        texts = vars(cfg).keys() - {
-            "dataset",
-            "revision",
-            "shards",
-            "out_dir",
-            "tokenizer",
-            "max_shards",
-        }
-        wrong += without_effect(cfg, texts, "is for texts, shards are fetched as they are")
+        of_shards = {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
+        of_texts = vars(cfg).keys() - of_shards
+        wrong += without_effect(cfg, of_texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
     if cfg.tokenizer == "chars" and (cfg.ready_made or cfg.is_chat):
@@ -209,33 +222,30 @@ def check(cfg):
     refuse(wrong)
 
 
-def settings(cfg, source, tokenizer, dialogues):
-    """The settings that decide the shards' bytes; a folder begun with other values is refused."""
-    files = source.files
+def check_files(cfg, files):
+    """As `check`, of settings that do not suit local files; None: the documents are the hub's."""
+    if files is None:
+        refuse(without_effect(cfg, ["skip_bad_documents"], "is for local files"))
+        return
+    wrong = without_effect(cfg, ["subset", "split", "revision"], "is for the hub, not for files")
     if cfg.val_tokens and alone(files):
-        raise UserError(
+        wrong.append(
             f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
         )
-    texts = [path for path in files or () if kind(path)[0] not in RECORDS]
-    if dialogues and texts:
-        raise UserError(
-            f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}"
-        )
-    chosen = {"dataset": source.name, "revision": cfg.revision}
+    texts = [path for path in files if kind(path)[0] not in RECORDS]
+    if cfg.is_chat and texts:
+        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
+    refuse(wrong)
+
+
+def settings(cfg, source, tokenizer, dialogues):
+    """The settings that decide the shards' bytes; a folder begun with other values is refused."""
     if cfg.ready_made:
-        return chosen | {"max_shards": cfg.max_shards}
-    apart = {
-        "dataset",
-        "subset",
-        "split",
-        "shards",
-        "streaming",
-        "out_dir",
-        "val_tokens",
-        "max_shards",
-    }
-    chosen |= {key: value for key, value in vars(cfg).items() if key not in apart}
+        return {"dataset": source.name, "revision": cfg.revision, "max_shards": cfg.max_shards}
+    apart = {"subset", "split", "shards", "out_dir", "max_shards"}
+    chosen = {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {
+        "dataset": source.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
@@ -243,24 +253,32 @@ def settings(cfg, source, tokenizer, dialogues):
     }
     if dialogues:
         chosen["chat_sha256"] = dialogues.digest
-    share = cfg.shard_tokens
-    if files is None:
+    if source.files is None:
         chosen |= {"subset": cfg.subset, "split": cfg.split}
     else:
-        sizes = [os.path.getsize(path) for path in files]
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(files, sizes))
-        listing = hashlib.sha256(os.fsencode(listing)).hexdigest()
-        chosen |= {"files": len(files), "files_sha256": listing, "contents_sha256": source.sha256}
-        # about 1% of the tokens, which have one byte or about four; less of compressed files
-        share = sum(sizes) // (100 if tokenizer.name == "bytes" else 400)
-        if alone(files):
-            share = 1
-    chosen["val_tokens"] = cfg.val_tokens
+        listing = "".join(f"{path}\t{os.path.getsize(path)}\n" for path in source.files)
+        chosen |= {
+            "files": len(source.files),
+            "files_sha256": hashlib.sha256(os.fsencode(listing)).hexdigest(),
+            "contents_sha256": source.sha256,
+        }
     if cfg.val_tokens is None:
-        chosen["val_tokens"] = max(
-            1, min(share, cfg.shard_tokens, (cfg.max_tokens or 1 << 63) // 10)
-        )
+        chosen["val_tokens"] = usual_val_tokens(cfg, source.files)
     return chosen
+
+
+def usual_val_tokens(cfg, files):
+    """Validation tokens of `files` or of the hub where val_tokens is None; docs/data.md."""
+    if alone(files):
+        return 1  # its last tenth is a document, which is taken whole
+    found = cfg.shard_tokens
+    if files is not None:
+        # 1% of the tokens, which have one byte or about four; less of compressed files
+        percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
+        found = min(found, sum(map(os.path.getsize, files)) // percent)
+    if cfg.max_tokens is not None:
+        found = min(found, cfg.max_tokens // 10)
+    return max(1, found)
 
 
 class Source:
@@ -270,6 +288,7 @@ class Source:
         self.cfg = cfg
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
         self.files = None if cfg.ready_made else local_files(self.name)
+        check_files(cfg, self.files)
         self.sha256 = contents(self.files) if self.files else None
         self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
         if self.files and len(self.files) > 1:
@@ -297,23 +316,28 @@ class Source:
             for batch in data.iter(batch_size=256):  # about 200,000 tokens
                 for words in filter(None, batch.get(WARNING, ())):
                     tell(f"warning: {words}")
-                found = batch[cfg.keys[0]]
-                if len(cfg.keys) == 2:
-                    found = list(zip(found, batch[cfg.keys[1]]))
-                elif cfg.is_chat and self.files:
-                    found = [text and json.loads(text) for text in found]
-                elif not cfg.is_chat and not all(isinstance(text, str | None) for text in found):
-                    raise DataError(
-                        f"dataset={cfg.dataset}: the field text_key={cfg.text_key} is not text"
-                    )
-                yield found
+                yield self._of_columns(batch)
+
+    def _of_columns(self, batch):
+        """The documents of {field: its values}."""
+        columns = [batch[key] for key in self.cfg.keys]
+        if len(columns) == 2:
+            return list(zip(*columns))
+        (values,) = columns
+        if not self.cfg.is_chat and not all(isinstance(value, str | None) for value in values):
+            raise DataError(
+                f"dataset={self.cfg.dataset}: the field text_key={self.cfg.text_key} is not text"
+            )
+        if self.cfg.is_chat and self.files:  # local_documents gives JSON
+            return [value and json.loads(value) for value in values]
+        return values
 
     def _parts(self, tell):
         """The last tenth of a single text, for validation, and what precedes it, or all of it."""
         row = next(local_documents(self.files, self.cfg.keys, False))
         if row[WARNING]:
             tell(f"warning: {row[WARNING]}")
-        text = row[self.cfg.text_key]
+        text = row[self.cfg.keys[0]]
         cut = len(text) if self.cfg.val_tokens == 0 else len(text) * 9 // 10
         return [part for part in (text[cut:], text[:cut]) if part]
 
@@ -325,22 +349,19 @@ class Source:
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
-        if not self.files:
+        if self.files is None:
             subset = cfg.subset
             if subset == Config.subset and self.name not in SHORT_NAMES.values():
                 subset = None  # the default is one of FineWeb alone
             hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
             return patiently(datasets.load_dataset, self.name, **hub).select_columns(list(cfg.keys))
         given = dict(paths=tuple(self.files), keys=cfg.keys, skip_bad=cfg.skip_bad_documents)
-        form = datasets.Features(
-            dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string"))
-        )
+        columns = dict.fromkeys((*cfg.keys, WARNING), datasets.Value("large_string"))
+        options = dict(gen_kwargs=given, features=datasets.Features(columns))
         if cfg.streaming:
-            return datasets.IterableDataset.from_generator(local_documents, form, gen_kwargs=given)
-        digest = datasets.fingerprint.Hasher.hash((self.sha256, given))
-        return datasets.Dataset.from_generator(
-            local_documents, form, gen_kwargs=given, fingerprint=digest
-        )
+            return datasets.IterableDataset.from_generator(local_documents, **options)
+        options["fingerprint"] = datasets.fingerprint.Hasher.hash((self.sha256, given))
+        return datasets.Dataset.from_generator(local_documents, **options)
 
 
 if __name__ == "__main__":

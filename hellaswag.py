@@ -34,9 +34,17 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 CACHE = Path.home() / ".cache" / "hellaswag"
 # on a CPU a row takes a third longer with 4,096 (GPT-2 124M)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
-WORDS = lambda v: text(v) and v.strip() != ""
-FOUR = lambda v: isinstance(v, list) and len(v) == 4 and all(map(WORDS, v))
-EXAMPLE = {"ctx": WORDS, "endings": FOUR, "label": (*range(4), *"0123")}
+
+
+def is_text(value):
+    return text(value) and value.strip() != ""
+
+
+def are_four(value):
+    return isinstance(value, list) and len(value) == 4 and all(map(is_text, value))
+
+
+EXAMPLE = {"ctx": is_text, "endings": are_four, "label": (*range(4), *"0123")}
 
 
 @dataclass
@@ -227,7 +235,10 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
     stop(): whether to leave the rest.
     """
-    summed = lambda idx, targets: model.token_losses(idx, targets).float().sum(1, keepdim=True)
+
+    def summed(idx, targets):
+        return model.token_losses(idx, targets).float().sum(1, keepdim=True)
+
     return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
 
 
@@ -245,7 +256,9 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
     device = parallel.device_of(model)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(device.type, 4096)
     jobs = list(batches(prepared, batch_tokens, model.cfg.block_size))
-    jobs += [([], *jobs[-1][1:])] * (-len(jobs) % world)  # FSDP2 needs as many on every rank
+    _, B, T = jobs[-1]
+    missing = -len(jobs) % world  # FSDP2 needs as many forwards on every rank
+    jobs += [([], B, T)] * missing
     found = torch.zeros(len(prepared.rows), n, device=device)
     for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
         idx = torch.zeros(B, T, dtype=torch.long)

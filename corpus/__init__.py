@@ -30,11 +30,12 @@ def as_user_error(what, kind=UserError, advice="", again=False):
     except BaseException as error:
         # a panic is no Exception, and its class cannot be imported
         panic = type(error).__name__ == "PanicException"
-        error = type(error).__name__ == "DatasetGenerationError" and error.__cause__ or error
-        if isinstance(error, UserError):
-            raise error from None
         if not (panic or isinstance(error, Exception)):
             raise
+        if type(error).__name__ == "DatasetGenerationError" and error.__cause__:
+            error = error.__cause__  # what local_documents raised
+        if isinstance(error, UserError):
+            raise error from None
         if again and not isinstance(error, ValueError | TypeError | LookupError):
             advice += f"; {AGAIN}"
         brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -47,7 +47,8 @@ def template_of(folder):
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
         refuse_link(path)
-        return path.read_text(encoding="utf-8", errors="replace")
+        with as_user_error(f"{path} cannot be read"):
+            return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
         named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
@@ -111,10 +112,9 @@ class Template:
         return ids
 
     def render(self, messages, reply=False):
-        """(text of a conversation, parts of it); with `reply` the text ends where a reply begins.
+        """(text of a conversation, [(begin, end)] of what {% generation %} encloses in it).
 
-        A part is what stands in {% generation %}: the places of its first character and of the one
-        after its last. Raises UserError.
+        With `reply` the text ends where a reply begins. Raises UserError.
         """
         if self.text is None:
             name = self.folder or self.tokenizer.name
@@ -127,7 +127,7 @@ class Template:
             if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             text = without_surrogates(self.compiled.render(self.special | values))
-        pieces = re.split(f"[{MARKS}]", text)  # outside and inside by turns
+        pieces = re.split(f"[{MARKS}]", text)  # every second one is an answer
         ends = [*itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [*zip(ends[::2], ends[1::2])]
 
@@ -192,16 +192,16 @@ class Dialogues:
             raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
         # the package datasets adds None for a key that a message lacks
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
+        by_assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not by_assistant:
             return self._row([])
-        text, parts = self.template.render(messages)
+        text, answers = self.template.render(messages)
         if not self.template.marks_answers:
-            parts = [self._answer(messages, i, text) for i in answers]
+            answers = [self._answer(messages, i, text) for i in by_assistant]
         encoded = self.tokenizer.parse(text)
         row = self._row(encoded.ids)
-        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T
-        for begin, end in parts:
+        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T  # of tokens, in characters
+        for begin, end in answers:
             inside = np.flatnonzero((ends > begin) & (begins < end))
             if not self.template.marks_answers:
                 inside = self._up_to_last_special(inside, row["token"][inside])
@@ -214,10 +214,8 @@ class Dialogues:
 
     def _up_to_last_special(self, places, ids):
         """The places up to that of the last special token, which ends the turn; all without one."""
-        special = np.flatnonzero(np.isin(ids, [*self.tokenizer.special.values()]))
-        if len(special) == 0:
-            return places
-        return places[: special[-1] + 1]
+        special = places[np.isin(ids, [*self.tokenizer.special.values()])]
+        return places[places <= special[-1]] if len(special) else places
 
     def _answer(self, messages, i, text):
         """Where answer i, after the generation prompt, begins and ends in the whole text."""

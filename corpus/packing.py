@@ -16,53 +16,66 @@ def packed(documents, size, at):
     """
     for block in blocks(documents):
         numbers, rows = zip(*block)
-        row = np.concatenate([rows[i] for i in order([*map(len, rows)], size, size - at % size)])
-        yield numbers[0], row
-        at += len(row)
+        order = packed_order([len(row) for row in rows], size, room=size - at % size)
+        tokens = np.concatenate([rows[i] for i in order])
+        yield numbers[0], tokens
+        at += len(tokens)
 
 
 def blocks(documents):
     """Yields lists of documents that follow one another."""
-    block, total = [], 0
-    for document in documents:
-        block.append(document)
-        total += len(document[-1])
+    block = []
+    total = 0
+    for number, tokens in documents:
+        block.append((number, tokens))
+        total += len(tokens)
         if len(block) == DOCUMENTS or total >= TOKENS:
             yield block
-            block, total = [], 0
+            block = []
+            total = 0
     if block:
         yield block
 
 
-def order(lengths, size, room):
+def packed_order(lengths, size, room):
     """Yields the indices of documents of these lengths in packed order.
 
     room: tokens left in the group.
     """
     waiting = dict(enumerate(lengths))
     while waiting:
-        i = next(iter(waiting))  # one that is longer than a group is cut wherever it begins
-        found, left = ([i], 0) if waiting[i] > size == room else fill(waiting, room)
-        if left and len(found) < len(waiting):
-            found.append(max(waiting.keys() - set(found), key=lambda i: (waiting[i], -i)))
-        for i in found:
+        first = next(iter(waiting))
+        if waiting[first] > size and room == size:
+            chosen = [first]  # longer than a group, it is cut wherever it begins
+        else:
+            chosen = fill(waiting, room)
+            others = waiting.keys() - set(chosen)
+            if others and sum(waiting[i] for i in chosen) < room:
+                # the longest one, of several the first, is cut at the end of the group
+                chosen.append(max(others, key=lambda i: (waiting[i], -i)))
+        for i in chosen:
             room = (room - waiting.pop(i) - 1) % size + 1
             yield i
 
 
 def fill(waiting, room):
-    """(the documents that fill the room best, tokens of room that they leave)."""
-    found, steps, within = [], [], (2 << room) - 1
-    sums = 1  # bit n is set if some documents have n tokens together
+    """Indices of those documents of `waiting`, {index: length}, that fill the room best.
+
+    A subset sum: bit n of an integer is set if some documents have n tokens together.
+    """
+    up_to_room = (2 << room) - 1
+    sums = 1  # of no document
+    steps = []  # (index, length, sums without it) of each document that fits
     for i, length in waiting.items():
         if length <= room:
             steps.append((i, length, sums))
-            sums |= sums << length & within
-            if sums >> room:
+            sums |= (sums << length) & up_to_room
+            if sums >> room:  # the room can be filled
                 break
-    full = at = sums.bit_length() - 1
+    total = sums.bit_length() - 1  # the largest sum
+    chosen = []
     for i, length, before in reversed(steps):
-        if not before >> at & 1:  # this sum needs the document
-            found.append(i)
-            at -= length
-    return found, room - full
+        if not before >> total & 1:  # this sum needs the document
+            chosen.append(i)
+            total -= length
+    return chosen

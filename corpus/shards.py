@@ -85,7 +85,8 @@ def read_header(path):
     The number is None, which means all, if the file has no header.
     """
     size = os.path.getsize(path)
-    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    words = np.fromfile(path, "<i4", 3).tolist()
+    magic, version, count = words if len(words) == 3 else (0, 0, 0)
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
     if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
         return None, np.dtype("<u2"), 0
@@ -141,9 +142,10 @@ def split_of(name):
 def find_shards(folder, split):
     """Sorted paths of a split: the manifest's shards, or any, or nanoGPT's. Raises DataError."""
     nanogpt = f"{split}.bin"
-    names = sorted(glob.glob(f"*{split}*", root_dir=folder))
-    names = [name for name in names if split_of(name) == split or name == nanogpt]
-    if len({(name == nanogpt, name[-4:]) for name in names}) > 1:
+    found = sorted(glob.glob(f"*{split}*", root_dir=folder))
+    names = [name for name in found if split_of(name) == split or name == nanogpt]
+    kinds = {(name == nanogpt, Path(name).suffix) for name in names}
+    if len(kinds) > 1:
         raise DataError(f"{folder} holds {names[0]} and {names[-1]}; keep one kind, move the other")
     listed = read_manifest(folder).get("shards")
     if listed is not None:

@@ -49,21 +49,19 @@ def local_files(dataset):
     Of a folder they are those of the kinds in FOLDERS. What exists is that path, whatever its
     characters; else commas part paths, and each may be a glob.
     """
-    like_hub = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset)
-    on_hub = like_hub and not os.path.exists(dataset)
-    if on_hub and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
-        return None
+    parts = [dataset]
+    if not os.path.exists(dataset):
+        if named_as_on_hub(dataset):
+            return None
+        parts = dataset.split(",")
     files = []
     left_out = Counter()
-    for part in [dataset] if os.path.exists(dataset) else dataset.split(","):
+    for part in parts:
+        paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
-        for path in [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True)):
+        for path in paths:
             if os.path.isdir(path):
-                for file in files_in(path, left_out):
-                    if kind(file)[0] in FOLDERS:
-                        found.append(file)
-                    else:
-                        left_out[kind(file)[0]] += 1
+                found += files_in(path, left_out)
             elif os.path.exists(path):  # no dangling link
                 found.append(readable(path))
         if not found:
@@ -73,6 +71,12 @@ def local_files(dataset):
     if left_out:
         print(what_is_left_out(left_out))
     return list(dict.fromkeys(files))
+
+
+def named_as_on_hub(dataset):
+    """Whether it is NAME or OWNER/NAME, without a suffix of the files that folders are read for."""
+    named = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset)
+    return named and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}
 
 
 def what_is_left_out(left_out):
@@ -85,25 +89,29 @@ def what_is_left_out(left_out):
 
 
 def files_in(folder, left_out):
-    """The files of a folder and those below it, sorted, none hidden, each once.
+    """The files of FOLDERS in a folder and below it, sorted, none hidden, each once.
 
-    left_out: counts links that lead out of the folder.
+    left_out: counts others by suffix, and links that lead out of the folder.
     """
     paths = []
     # os.walk follows no link to a folder, as there may be a circle
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [
-            os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")
-        ]
+        names = [name for name in names if not name.startswith(".")]
+        paths += [os.path.join(parent, name) for name in (*folders, *names)]
     found = {}
     top = os.path.realpath(folder)
     for path in sorted(paths):
         real = os.path.realpath(path)
+        suffix, _ = kind(path)
         if os.path.islink(path) and os.path.commonpath([top, real]) != top:
             left_out["links out of them"] += 1
-        elif os.path.isfile(path) and os.path.basename(path) not in OURS:
-            found.setdefault(real, path)
+        elif not os.path.isfile(path) or os.path.basename(path) in OURS or real in found:
+            continue
+        elif suffix in FOLDERS:
+            found[real] = path
+        else:
+            left_out[suffix] += 1
     return [*found.values()]
 
 
@@ -262,7 +270,8 @@ def begins_with_record(data, keys):
         first = json.loads(data[: data.find(b"\n") + 1 or None])
     except (ValueError, RecursionError):
         return False
-    first = first[0] if isinstance(first, list) and first else first
+    if isinstance(first, list) and first:
+        first = first[0]
     return isinstance(first, dict) and set(keys) <= first.keys()
 
 

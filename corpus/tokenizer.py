@@ -140,26 +140,10 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
 
     def __init__(self, name, data, folder=None):
+        self.inner, self.text = inner_tokenizer(name, data, folder)
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            self.text = data.decode()
-            self.inner = Inner.from_str(self.text)
-        dropout = getattr(self.inner.model, "dropout", None)
-        if dropout:
-            warn(
-                f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in "
-                "every run"
-            )
-            self.inner.model.dropout = None
-        with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
-            more = add_tokens(self.inner, folder)
-        if more or dropout:
-            self.text = self.inner.to_str()
-        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            self.inner.no_truncation()
-            self.inner.no_padding()
-            self.inner.encode_special_tokens = True  # as ordinary characters
-            begin = self.inner.encode(PROBE).ids[:1]
-            plain = self._encode([PROBE])[0][:1]
+            first_with_special = self.inner.encode(PROBE).ids[:1]
+            first = self._encode([PROBE])[0][:1]
             lost = not self._encode([UNKNOWN])[0]
         if lost:
             warn(
@@ -168,7 +152,9 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        begins_text = [s for s, i in self.special.items() if [i] == begin != plain]
+        begins_text = []  # what the tokenizer.json itself puts before a text
+        if first_with_special != first:
+            begins_text = [s for s, i in self.special.items() if [i] == first_with_special]
         separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
@@ -210,6 +196,30 @@ class HuggingFace(Tokenizer):
         return self.text
 
 
+def inner_tokenizer(name, data, folder):
+    """(a tokenizer of the package tokenizers, the text of its tokenizer.json).
+
+    It has the tokens of the folder's other files too and no dropout; it cuts and pads nothing.
+    """
+    with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
+        text = data.decode()
+        inner = Inner.from_str(text)
+    dropout = getattr(inner.model, "dropout", None)
+    if dropout:
+        warn(
+            f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run"
+        )
+        inner.model.dropout = None
+    with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
+        more = add_tokens(inner, folder)
+    if more or dropout:
+        text = inner.to_str()
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True  # as ordinary characters
+    return inner, text
+
+
 def find_separators(special, begins_text, folder):
     """Ids that may precede a document, the best one first. special: {token: id}.
 
@@ -229,31 +239,33 @@ def gigatoken_encoder(text, encode):
     encode: another encoder of the same tokenizer, with which it is compared. The result is None
     if gigatoken is missing or does not encode the same.
     """
-
-    def encode_batch(texts):
-        layout = fast.encode_batch(texts).layout
-        ids, ends = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
-        return np.split(ids, ends[1:-1]) if texts else []
-
     if text is None:
         return None
     parts = json.loads(text)
     added = parts.get("added_tokens", [])
     # gigatoken would find special tokens in a text, and the post_processor adds some
-    parts |= {
-        "added_tokens": [token for token in added if not token["special"]],
-        "post_processor": None,
-    }
+    parts["added_tokens"] = [token for token in added if not token["special"]]
+    parts["post_processor"] = None
     probe = [PROBE + "".join(f"x{token['content']}" for token in added)]
     try:
         with as_user_error("gigatoken"):
             import gigatoken
 
             fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
-            same = np.array_equal(encode_batch(probe)[0], encode(probe)[0])
-            return encode_batch if same else None
+            encode_fast = functools.partial(encode_with_gigatoken, fast)
+            same = np.array_equal(encode_fast(probe)[0], encode(probe)[0])
     except UserError:  # it is not installed, is broken, or lacks this kind
         return None
+    return encode_fast if same else None
+
+
+def encode_with_gigatoken(fast, texts):
+    """An array of ids for each text, from gigatoken's one array of all."""
+    if not texts:
+        return []
+    layout = fast.encode_batch(texts).layout
+    ends = np.asarray(layout.offsets.data)
+    return np.split(np.asarray(layout.content.data), ends[1:-1])
 
 
 def load(name, vocab_size=None):

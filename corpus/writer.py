@@ -84,20 +84,12 @@ def write_training(rows, progress, name, bar):
 
     Returns whether there are no more of them.
     """
-    given = progress.settings
-    pack = given["pack"] or 1
     # done: tokens of the first document, with pack of the first block, that are written
     _, done = progress.position
-
-    def room():
-        whole_rows = given["shard_tokens"] // pack * pack
-        if given["max_tokens"] is None:
-            return whole_rows
-        return min(whole_rows, given["max_tokens"] - progress.total("tokens", "train"))
-
-    if pack > 1:
+    pack = progress.settings["pack"]
+    if pack:
         rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
-    left = room()
+    left = progress.room()
     if not left:
         return False
     parts = []
@@ -111,7 +103,7 @@ def write_training(rows, progress, name, bar):
             if not left:
                 progress.write_shard(name, "train", parts, (number, done))
                 parts = []
-                left = room()
+                left = progress.room()
                 if not left:
                     return False
         done = 0
@@ -148,28 +140,37 @@ class Progress:
         for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
         if saved is None or (not saved["shards"] and saved["settings"] != settings):
-            if stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
-                raise UserError(
-                    f"out_dir={out} holds {stray[0].name} and no record of it; use another"
-                )
-            self._save()
-            return
+            self._begin()
+        else:
+            self._go_on(saved)
+
+    def _begin(self):
+        """Makes the record; UserError if there are shards without one."""
+        if stray := sorted([*self.out.glob("*.bin"), *self.out.glob("*.mask")]):
+            raise UserError(
+                f"out_dir={self.out} holds {stray[0].name} and no record of it; use another"
+            )
+        self._save()
+
+    def _go_on(self, saved):
+        """Takes the record of the same settings; UserError or DataError if it does not hold."""
         before = saved["settings"]
-        for key in settings | before:
-            if settings.get(key) != before.get(key):
-                was = f"{key}={before.get(key)}, not {settings.get(key)}"
+        for key in self.settings | before:
+            if self.settings.get(key) != before.get(key):
+                was = f"{key}={before.get(key)}, not {self.settings.get(key)}"
                 if "sha" in key:
                     was = f"another {key}"
                 raise UserError(
-                    f"out_dir={out} was begun with {was}; use another --out_dir, or remove it"
+                    f"out_dir={self.out} was begun with {was}; use another --out_dir, or remove it"
                 )
         self.shards = saved["shards"]
         self.position = saved.get("next", self.position)
         for shard in self.shards:
-            path, size = out / shard["name"], shard["bytes"]
+            path, size = self.out / shard["name"], shard["bytes"]
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
                 raise DataError(
-                    f"{path} is missing, a link, or not {size} bytes; restore it or remove {out}"
+                    f"{path} is missing, a link, or not {size} bytes; restore it or remove "
+                    f"{self.out}"
                 )
 
     def _read(self):
@@ -185,6 +186,14 @@ class Progress:
         if self.record.exists():
             return files.read_json(self.record, error, RECORD | {"next": is_position})
         return None
+
+    def room(self):
+        """How many tokens the next training shard may have."""
+        pack = self.settings["pack"] or 1
+        whole_rows = self.settings["shard_tokens"] // pack * pack
+        if self.settings["max_tokens"] is None:
+            return whole_rows
+        return min(whole_rows, self.settings["max_tokens"] - self.total("tokens", "train"))
 
     def write_shard(self, name, split, parts, position):
         """Writes parts of documents as a shard after which a run goes on at `position`."""
@@ -269,10 +278,12 @@ def fetch_shards(name, revision, max_shards, progress):
             )
         missing = [*val, *train[:max_shards]][len(progress.shards) :]
         for file in tqdm(missing, desc=name, unit=" shards", disable=None):
-            files.patiently(
-                huggingface_hub.hf_hub_download, name, file, local_dir=progress.out, **hub
-            )
             path = progress.out / file
+            for needed in (mask_path(path).name, file):
+                if needed in listed:  # texts have no masks
+                    files.patiently(
+                        huggingface_hub.hf_hub_download, name, needed, local_dir=progress.out, **hub
+                    )
             tokens = open_shard(path)
             if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
                 raise DataError(

@@ -408,6 +408,21 @@ def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messa
     assert words in one_line(error)
 
 
+def test_a_template_that_cannot_be_read_is_one_line(chatml, tmp_path, monkeypatch):
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: open(tmp_path / "gone"))
+    with pytest.raises(UserError, match="chat_template.jinja cannot be read: FileNotFoundError"):
+        rows_of(folder)
+
+
+def test_names_of_pairs_may_have_a_blank_between_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    given = dict(text_key="prompt, completion", tokenizer="bytes", val_tokens=0)
+    prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
+    assert read_mask(tmp_path / "d", "train")[1].sum() == 2  # the separators carry one
+
+
 def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3])

@@ -215,12 +215,12 @@ def test_max_tokens_default_val_and_short_documents(tmp_path):
         40_000,
         20_001,
     ]
+    prepare(tmp_path / "chars", ASYNCIO, tokenizer="chars")
     files = text_files.local_files(ASYNCIO)
     size = sum(os.path.getsize(path) for path in files)
-    assert (
-        json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["val_tokens"]
-        == size // 100
-    )
+    for name in ("d", "chars"):  # whose tokens have one byte
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert manifest["settings"]["val_tokens"] == size // 100
     prepare(tmp_path / "long", ASYNCIO, tokenizer="bytes", min_document_tokens=9000, val_tokens=0)
     texts = [text for path in files if len(text := Path(path).read_text()) >= 9000]
     _, train = rebuild(texts, tokenizer.load("bytes"), 0)
@@ -252,6 +252,11 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     assert tok.decode(np.concatenate(shard_tokens(tmp_path / "whole", "train"))[1:]) == text
 
 
+def command(cfg, tokens, held_out, *, gpu=True, vocab_size=300):
+    sizes = dict(vocab_size=vocab_size, tokens=tokens, held_out=held_out)
+    return fineweb.go_on(cfg, Path("data/mine"), gpu=gpu, **sizes)
+
+
 @pytest.mark.parametrize("tokens, gpu, recipes", [
     (10**10, True, {"go on with": "gpt2_124m"}),
     (10**8, True, {"go on with": "modern_124m"}),
@@ -260,7 +265,7 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     (10**4, False, {"go on with": "quickstart"}),
 ])  # fmt: skip
 def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
-    found = fineweb.go_on(Config(), Path("data/mine"), 300, tokens, tokens // 100, gpu)
+    found = command(Config(), tokens, tokens // 100, gpu=gpu)
     assert {where: Path(words[0]).stem for where, words in found.items()} == recipes
     for words in found.values():
         cfg = configure(settings_of_a_run.Config, words)
@@ -270,16 +275,22 @@ def test_the_command_at_the_end_fits_data_and_device(tokens, gpu, recipes):
 
 def test_a_large_vocabulary_is_validated_on_few_tokens_on_a_cpu():
     for ids, gpu, few in [(50_257, False, True), (50_257, True, False), (257, False, False)]:
-        words = fineweb.go_on(Config(), Path("data/mine"), ids, 10**8, 10**6, gpu)["go on with"]
+        words = command(Config(), 10**8, 10**6, gpu=gpu, vocab_size=ids)["go on with"]
         assert ("--eval_tokens=32768" in words) == few
 
 
-@pytest.mark.parametrize("cfg", [Config(), Config(tokenizer="chars"), Config(text_key="messages")])
+@pytest.mark.parametrize("cfg", [
+    Config(),
+    Config(tokenizer="chars"),
+    Config(text_key="messages"),
+    Config(pack=32_768),
+    Config(text_key="messages", pack=500),
+])  # fmt: skip
 def test_the_command_at_the_end_is_taken_for_every_size(cfg):
     """Batch and rows fit into the tokens, settings agree, and whole rows alone are evaluated."""
     for tokens in [2, 3, 40, 300, 1999, 2049, 5000, 20_001, 211_315, 10**6, 10**7, 10**9, 10**10]:
         for held_out in (0, tokens // 10):
-            found = fineweb.go_on(cfg, Path("data/mine"), 300, tokens, held_out, True)
+            found = command(cfg, tokens, held_out)
             for words in found.values():
                 run = configure(settings_of_a_run.Config, words, settings_of_a_run.check)
                 assert run.batch_tokens <= tokens and run.block_size < tokens, (tokens, words)
@@ -302,14 +313,23 @@ def test_the_command_at_the_end_runs_for_a_small_text(tmp_path, size, tokens):
 
 
 def test_the_command_after_dialogues_fine_tunes():
-    asked = [Config(text_key="messages"), Path("data/chats"), 300, 10**8, 10**5, False]
-    words = fineweb.go_on(*asked)["go on with"]
+    chats = Config(text_key="messages")
+    words = command(chats, 10**8, 10**5)["go on with"]
     assert words[0] == "--init_from=hf:NAME_OR_FOLDER" and "--max_steps=572" in words
-    asked[3] = 234_794
-    words = fineweb.go_on(*asked)["go on with"]
+    words = command(chats, 234_794, 10**5)["go on with"]
     assert {"--batch_tokens=8192", "--batch_size=8", "--max_steps=85", "--warmup_steps=8"} <= {
         *words
     }
+
+
+@pytest.mark.parametrize("text_key", ["text", "messages"])
+@pytest.mark.parametrize("pack", [512, 1 << 20])
+def test_the_command_after_packing_has_rows_of_that_length(text_key, pack):
+    """Other rows, and aligned ones, are those of which the loader warns."""
+    cfg = Config(text_key=text_key, pack=pack)
+    for words in command(cfg, 10**8, 10**7).values():
+        run = configure(settings_of_a_run.Config, words, settings_of_a_run.check)
+        assert (run.block_size, run.align_documents) == (pack, False)
 
 
 def test_uint32_shards(tmp_path):
@@ -542,6 +562,9 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         ),
         (dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
         (dict(shards=True, val_tokens=5, pack=2), 2, "val_tokens=5 and pack=2 is for texts"),
+        (dict(dataset="one.txt", subset="en"), 2, "subset=en is for the hub, not for files"),
+        (dict(dataset="a/b", skip_bad_documents=True), 2, "skip_bad_documents=True is for local"),
+        (dict(dataset="one.txt", text_key="a, b"), 2, "needs files of .jsonl"),
         (
             dict(pack=4096, shard_tokens=4000),
             2,

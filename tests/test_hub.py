@@ -13,7 +13,7 @@ import bench
 import fineweb
 import hellaswag
 from corpus.loader import DataError, TokenLoader
-from corpus.shards import verify
+from corpus.shards import mask_path, verify
 from run import hf
 from system.errors import UserError
 
@@ -109,6 +109,19 @@ def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, t
     shards(hub, "me/gpt2", 50257)
     with pytest.raises(DataError, match="holds other ids than bytes.s; name their"):
         prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
+
+
+def test_masks_come_with_shards_of_dialogues(hub, tmp_path):
+    for name in shards(hub):
+        mask = np.packbits(np.arange(30_000) % 3 == 0, bitorder="little")
+        add(hub, f"datasets/me/shards/{mask_path(name)}", mask.tobytes())
+    prepare(tmp_path / "d", dataset="me/shards", shards=True, max_shards=1)
+    assert {path.name for path in tmp_path.glob("d/*.mask")} == {
+        "fw_val_000000.mask",
+        "fw_train_000001.mask",
+    }
+    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
+    assert [shard["targets"] for shard in manifest["shards"]] == [10_000, 10_000]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
