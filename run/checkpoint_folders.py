@@ -152,12 +152,14 @@ def find(path):
             return folder
         first_wrong = first_wrong or wrong
         warn(f"{folder} is damaged ({wrong}); left in place")
-    why = f"{len(found)} damaged" if os.path.exists(path) else "no such folder"
+    why = "no such folder"
     if first_wrong:
-        why += f", the newest: {first_wrong}"
+        why = f"{len(found)} damaged, the newest: {first_wrong}"
+    elif os.path.exists(path):
+        why = "no folder step_*"
     hint = (
-        "expected a run's folder, or one of its step_*/; "
-        "Hugging Face weights are --init_from=hf:FOLDER"
+        "expected a run's folder, or one of its step_*/; Hugging Face weights are "
+        "--pretrained=FOLDER, in train.py --init_from=hf:FOLDER"
     )
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 
