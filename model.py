@@ -398,7 +398,7 @@ def initialize(module, name):
     for own in [*module._parameters, *module._buffers]:
         if own not in given:  # on meta, what __init__ assigned is lost
             where = f"{name}.{own}".removeprefix(".")
-            why = "has no initial value: reset_parameters() is missing"
+            why = "has no initial value: reset_parameters() is missing, see docs/experiment.md"
             raise UserError(f"model.py: {where} {why}")
 
 

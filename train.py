@@ -97,7 +97,7 @@ class Training:
         with self.autocast:
             loss, count, extras = self.model(x, y, positions)
         # A step's targets are counted after its last micro-step. Until then the sum is divided by a
-        # constant, which a captured graph can hold; `normalize_and_clip` divides by it.
+        # constant, which a captured graph can hold; `normalize_and_clip` puts in their number.
         part = loss * (count / self.rank_step_tokens)
         self.state.scaler.scale(part).backward()
         return self.figures.sums(part, count, extras)

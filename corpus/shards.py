@@ -11,6 +11,7 @@ import glob
 import hashlib
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,9 @@ def find_shards(folder, split):
             )
     if paths:
         return paths
+    if os.path.isfile(folder):
+        made = f"python fineweb.py --dataset={shlex.quote(str(folder))}"
+        raise DataError(f"{folder} is a file, not a folder of shards; make one with {made}")
     if not os.path.isdir(folder):
         here = ""
         if os.path.basename(folder) == "quickstart":

@@ -323,7 +323,8 @@ def open_initial_weights(cfg):
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
         free.append("block_size")
     if wrong := saved.shape.differences(cfg, free):
-        raise UserError(f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}")
+        why = f"is another model: {'; '.join(wrong)}; give the settings of its run"
+        raise UserError(f"init_from={cfg.init_from} {why}")
     tensors = saved.tensors
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]

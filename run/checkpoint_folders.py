@@ -151,12 +151,14 @@ def find(path):
             return folder
         problems.append(wrong)
         warn(f"{folder} is damaged ({wrong}); left in place")
-    why = f"{len(candidates)} damaged" if exists else "no such folder"
+    why = "no such folder"
     if problems:
-        why += f", the newest: {problems[0]}"
+        why = f"{len(candidates)} damaged, the newest: {problems[0]}"
+    elif exists:
+        why = "no folder step_*"
     hint = (
-        "expected a run's folder, or one of its step_*/; "
-        "Hugging Face weights are --init_from=hf:FOLDER"
+        "expected a run's folder, or one of its step_*/; Hugging Face weights are "
+        "--pretrained=FOLDER, in train.py --init_from=hf:FOLDER"
     )
     raise CheckpointError(f"{path}: no whole checkpoint there, {why} ({hint})")
 

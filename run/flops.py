@@ -266,7 +266,10 @@ def refuse_other_results(found):
     """Raises UserError unless a forward returned (loss, count, extras): two numbers and a dict."""
     expected = "expected (loss, count, extras), see docs/experiment.md"
     if not isinstance(found, tuple) or len(found) != 3:
-        raise UserError(f"model.py: GPT.forward returned {type(found).__name__}, {expected}")
+        kind = type(found).__name__
+        if isinstance(found, tuple):
+            kind += f" of {len(found)}"
+        raise UserError(f"model.py: GPT.forward returned {kind}, {expected}")
     loss, count, extras = found
     for name, value in [("loss", loss), ("count", count)]:
         shape = tuple(getattr(value, "shape", ()))

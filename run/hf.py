@@ -326,7 +326,9 @@ def write_tokenizer(folder, tokenizer, block_size):
         eos = names[min(tokenizer.ends - {eot}, default=eot)]
         values = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
         values |= dict(bos_token=names[eot], eos_token=eos, model_max_length=block_size)
-        write_json(config, values | dict(unk_token=content["model"].get("unk_token") or eos))
+        if not content["model"].get("unk_token"):  # a named one is special: it has no bytes
+            values["unk_token"] = eos
+        write_json(config, values)
     generation = folder / "generation_config.json"
     ids = dict(bos_token_id=eot)
     if generation.exists():

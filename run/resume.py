@@ -63,6 +63,7 @@ class Start:
         config, shape = checkpoint.saved_settings(self.folder, self.state)
         self.state["config"] = config
         wrong = shape.differences(cfg)
+        same_shape = not wrong
         optimizer = config.get("optimizer", "adamw")
         if optimizer != cfg.optimizer:
             wrong.append(f"optimizer: checkpoint {optimizer}, now {cfg.optimizer}")
@@ -76,9 +77,9 @@ class Start:
             absent.add("loss scaler")
         wrong += [f"it has no {name}" for name in sorted(absent)]
         if wrong:
-            more = (
-                "give the settings of its run, or begin a new one from its weights with --init_from"
-            )
+            more = "give the settings of its run"
+            if same_shape:
+                more += ", or begin a new one from its weights with --init_from"
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {more}")
         if cfg.max_seconds and "seconds" not in self.state:
             self.warnings.append(

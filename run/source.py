@@ -111,4 +111,5 @@ def warning(folder):
     found = [path for path in changed if path in COPIED or path.startswith("fast/")]
     if not found:
         return None
-    return f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it"
+    how = f"this code differs ({', '.join(found)}) from that of {folder}, which keeps it"
+    return f"{how}; its weights are run by this code, which may compute something else"

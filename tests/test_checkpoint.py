@@ -91,6 +91,11 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
     for folder in (bad, tmp_path / "none", tmp_path / ("x" * 300)):
         with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
             checkpoint_folders.find(folder)
+    other = tmp_path / "of_hugging_face"
+    other.mkdir()
+    hint = "there, no folder step_.*weights are --pretrained=FOLDER, in train.py --init_from=hf:"
+    with pytest.raises(checkpoint.CheckpointError, match=hint):
+        checkpoint_folders.find(other)
 
 
 def state_of(model, step):

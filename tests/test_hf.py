@@ -181,6 +181,18 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     )
 
 
+def test_characters_are_the_same_tokenizer_after_an_export(tmp_path):
+    """What stands for unknown ones is text: as a special token it would have no bytes."""
+    tokenizer.write_characters([["abcé "]], tmp_path / "tokenizer.json")
+    ours = tokenizer.load(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "hf").mkdir()
+    hf.write_tokenizer(tmp_path / "hf", ours, 32)
+    again = tokenizer.load(str(tmp_path / "hf"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert again.token_bytes().tolist() == ours.token_bytes().tolist()
+    assert theirs("aéx")["input_ids"] == ours.encode("aéx")
+
+
 def test_the_documented_pipeline_writes_what_sample_py_writes(tmp_path, capsys, monkeypatch):
     """The separator stands before the prompt in both."""
     cfg = GPTConfig(vocab_size=257, vocab_multiple=1, n_layer=2, n_embd=32, n_head=2, block_size=32)

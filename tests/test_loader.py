@@ -148,6 +148,7 @@ def test_no_data(data, tmp_path):
     nothing = "no such folder: .*absent; make the data with python fineweb.py"
     for folder_, T, vocab_size, batch_tokens, words in [
         (tmp_path / "absent", 16, 257, 0, nothing),
+        (__file__, 16, 257, 0, "is a file, not a folder of shards; make one with .* --dataset="),
         (
             folder,
             16,

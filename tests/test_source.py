@@ -67,6 +67,7 @@ def test_an_edit_is_named_with_the_way_back(tmp_path, begin):
     text = source.warning(run)
     assert (
         f"differs (fast/new.cu, model.py) from that of {run}, which keeps" in text
+        and "run by this code" in text
         and "\n" not in text
     )
     for text in ("{", "[]", '{"files": 3}'):

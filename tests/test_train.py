@@ -185,7 +185,7 @@ def test_init_from_starts_at_those_weights(data_dir, tmp_path):
     padded = dict(vocab_multiple=64, max_steps=1, **shape)
     third = train_here(data_dir, tmp_path / "p", init_from=tmp_path / "a", **padded)
     assert losses(third, "val")[0] == pytest.approx(losses(first, "val")[12], rel=1e-6)
-    with pytest.raises(UserError, match="n_embd: checkpoint 64, now 32"):
+    with pytest.raises(UserError, match="n_embd: checkpoint 64, now 32.*; give the settings of"):
         train_here(data_dir, tmp_path / "c", init_from=tmp_path / "a", n_embd=32)
 
 
