@@ -60,26 +60,27 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
         errors.leave(0)
     hints = typing.get_type_hints(cls)
     rest = list(argv)
+    settings = {}
     words = []
-    given = []  # (where, name, value); of a name the last one counts
     wrong = []
     while rest:
         word = rest.pop(0)
         try:
             if word.startswith("--"):
-                given.append(("command line", *_flag(word, rest, hints)))
+                found = [("command line", *_flag(word, rest, hints))]
             elif hasattr(cls, "words"):
                 words.append(word)
+                continue
             else:
-                given += _settings_of(_find_file(word, hints))
+                found = _settings_of(_find_file(word, hints))
         except UserError as error:
             wrong += error.args
-    settings = {}
-    for where, name, value in given:
-        try:
-            settings[name] = _convert(cls, hints, name, value)
-        except UserError as error:
-            wrong.append(f"{where}: {error}")
+            continue
+        for where, name, value in found:
+            try:
+                settings[name] = _convert(cls, hints, name, value)
+            except UserError as error:
+                wrong.append(f"{where}: {error}")
     refuse(wrong)
     cfg = cls(**complete(settings))
     if hasattr(cls, "words"):
@@ -180,7 +181,7 @@ def _convert(cls, hints, name, value):
         raise UserError(f"unknown setting {name}{hint}")
     kinds = _alternatives(hints[name])
     by_default = getattr(cls, name, "") is None  # as in `name: str = None`
-    if str(value) == "None" and (by_default or types.NoneType in kinds):
+    if (by_default or types.NoneType in kinds) and str(value) == "None":
         return None
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):

@@ -141,7 +141,7 @@ class Peer:
             total += loss.detach()
         return torch.stack([total, torch.ones_like(total)])
 
-    def clip(self, _):
+    def normalize_and_clip(self, _):
         return torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.limit)
 
     def update(self, *_):
