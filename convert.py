@@ -58,8 +58,8 @@ def import_hf(cfg):
     """Hugging Face weights -> a checkpoint of weights alone."""
     from run import checkpoint, hf
 
-    tensors, shape, _ = hf.open_hf(cfg.from_hf)
-    wrote = checkpoint.save(cfg.out, 0, {"model": tensors}, {"config": vars(shape)})
+    saved = hf.open_hf(cfg.from_hf)
+    wrote = checkpoint.save(cfg.out, 0, {"model": saved.tensors}, {"config": vars(saved.shape)})
     print(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
 
 

@@ -223,7 +223,7 @@ def check(cfg):
 
 
 def check_files(cfg, files):
-    """As `check`, of settings that do not suit local files; None: the documents are the hub's."""
+    """Refuses settings that do not suit local `files`, or the hub where files is None."""
     if files is None:
         refuse(without_effect(cfg, ["skip_bad_documents"], "is for local files"))
         return
@@ -268,7 +268,10 @@ def settings(cfg, source, tokenizer, dialogues):
 
 
 def usual_val_tokens(cfg, files):
-    """Validation tokens of `files` or of the hub where val_tokens is None; docs/data.md."""
+    """How many tokens are held out where val_tokens is None (docs/data.md).
+
+    files: local ones; None: the hub's.
+    """
     if alone(files):
         return 1  # its last tenth is a document, which is taken whole
     found = cfg.shard_tokens
@@ -319,7 +322,7 @@ class Source:
                 yield self._of_columns(batch)
 
     def _of_columns(self, batch):
-        """The documents of {field: its values}."""
+        """The documents of a batch, {field: the values of all of them}."""
         columns = [batch[key] for key in self.cfg.keys]
         if len(columns) == 2:
             return list(zip(*columns))

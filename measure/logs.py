@@ -199,6 +199,7 @@ def read(folder):
 
 
 def up_to(last, lines):
+    """Of {step: line} those up to the step `last`."""
     return {step: line for step, line in lines.items() if step <= last}
 
 

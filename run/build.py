@@ -313,7 +313,7 @@ def open_initial_weights(cfg):
     if name.startswith("hf:"):
         name = name.removeprefix("hf:")
         agreement.weights(hf.fetch(name))
-        saved = checkpoint.SavedModel(*hf.open_hf(name))
+        saved = hf.open_hf(name)
     else:  # checkpoint_folders.find compares the manifest over ranks
         saved = checkpoint.open_model(name)
         if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read

@@ -41,7 +41,7 @@ from system.errors import UserError, refuse, warn
 SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
 SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
 SCHEDULE += "max_tokens max_seconds batch_schedule".split()
-OTHERS_READ = ("optimizer", "tokenizer", "document_mask")  # settings that a checkpoint decides
+OTHERS_READ = ("optimizer", "tokenizer", "document_mask")  # further settings that are read of it
 GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values of State.own"}
 
 
@@ -316,7 +316,7 @@ def carried_tokenizer(folder):
 
 @dataclass
 class File:
-    """A safetensors file."""
+    """A safetensors file that this rank is to write."""
 
     name: str
     tensors: dict  # {name: tensor}

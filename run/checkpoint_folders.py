@@ -138,7 +138,7 @@ def find(path):
     path = Path(path)
     exists = os.path.exists(path)
     is_one = exists and (path.match(f"step_{DIGITS}") or (path / "manifest.json").is_file())
-    newest_first = [folder.name for folder in reversed(folders(path))]
+    newest_first = [] if is_one else [folder.name for folder in reversed(folders(path))]
     # rank 0's, since another node may not see the folder, or may have its own
     is_one, newest_first = parallel.gather_objects((is_one, newest_first))[0]
     candidates = [path] if is_one else [path / name for name in newest_first]

@@ -431,9 +431,9 @@ def rows_of_each(module, theirs, rows, cfg):
 
 
 def without_place(model, parts, may_have_more):
-    """Names of our parameters and buffers that no Part of `parts` is of, or not all rows.
+    """Names of our parameters and buffers for which Hugging Face's model has no room or too little.
 
-    may_have_more: of the latter alone.
+    parts: of `hf_parts`. may_have_more: names those with too little room alone.
     """
     from run.reshard import persistent_buffers
 
@@ -496,11 +496,9 @@ def tie(theirs, family):
 
 
 def open_hf(name):
-    """({our name: MergedTensor}, ImportedConfig, tokenizer) of a folder or hub name.
-
-    The tensors have no padding rows.
-    """
+    """The SavedModel of a folder or hub name; its tensors have our names and no padding rows."""
     from model import on_meta
+    from run.checkpoint import SavedModel
 
     folder = fetch(name)
     cfg = read_config(folder)
@@ -515,7 +513,7 @@ def open_hf(name):
     if wrong:
         words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
         raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
-    return stack_qkv_and_gate_up(parts, theirs), cfg, cfg.tokenizer
+    return SavedModel(stack_qkv_and_gate_up(parts, theirs), cfg, cfg.tokenizer)
 
 
 def misfits(parts, theirs):

@@ -39,8 +39,8 @@ _imported = set()  # files that `check` has seen
 def check():
     """Raises UserError for a file that was edited between the process's start and its import.
 
-    It looks at those that were imported since the last call, and if there are any at all CUDA
-    sources, which are read when they are compiled.
+    It looks at the files that were imported since the last call. If there are any, it looks at all
+    CUDA sources too, which are no imports: they are read when they are compiled.
     """
     names = set()
     for path in imported_files():

@@ -44,7 +44,7 @@ def load_model(cfg, world, precision):
     The weights are in bf16 for that precision, else in float32.
     """
     if cfg.checkpoint is None:
-        saved = checkpoint.SavedModel(*hf.open_hf(cfg.pretrained))
+        saved = hf.open_hf(cfg.pretrained)
     else:
         saved = checkpoint.open_model(cfg.checkpoint)
     among = world if cfg.parallel == "fsdp" else None
