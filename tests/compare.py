@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from conftest import load_checkpoint, losses, read_log, train_here
+from saved import moments_of
 
 from run.build import build_model
 from scale.parallel import World
@@ -121,7 +122,7 @@ def alike(found, expected, start, moments=1e-4, weights=5e-3):
     weights follow rounding alone, as of k's bias, which without RoPE moves no loss, and are not
     compared.
     """
-    a, b = (first_moments(tensors["optimizer"]) for tensors in (found, expected))
+    a, b = (moments_of(tensors) for tensors in (found, expected))
     assert a.keys() == b.keys()
     assert found["model"].keys() == expected["model"].keys() == start.keys()
     noise = NOISE * sum(norm(moment) ** 2 for moment in b.values()) ** 0.5
@@ -147,12 +148,6 @@ def norm(tensor):
 
 def ratio(a, b):
     return a / b if b else math.inf
-
-
-def first_moments(tensors):
-    """{parameter: first moment} in float32, AdamW's or Muon's, of a checkpoint's optimizer."""
-    parts = ((key.rpartition("."), moment) for key, moment in tensors.items())
-    return {name: moment for (name, _, kind), moment in parts if kind in ("exp_avg", "momentum")}
 
 
 def same_end(folder, whole, steps=(4, 5, 6)):

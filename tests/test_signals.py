@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import saved
 import torch
 from compare import repeated, slow
 from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
@@ -22,7 +23,7 @@ import train
 from configurator import configure, parse, run
 from corpus.loader import TokenLoader
 from model import GPT
-from run import checkpoint, checkpoint_folders, evaluate, signals
+from run import evaluate, signals
 from settings import Config
 from system.errors import UserError
 
@@ -261,23 +262,23 @@ def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, 
     )
     assert set(done.codes) == {130} and not error_lines(done), done.stderr
     assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
-    assert not checkpoint_folders.folders(tmp_path / "cut")
+    assert not saved.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):
     """For ranks.attempt: train.py as a script gets SIGTERM once or twice as it writes step 8."""
-    write = checkpoint.write_files
+    told = []
 
-    def slowly(aside, contents):
-        if aside.name.endswith("step_00000008"):
+    def slowly(path):
+        if "step_00000008" in str(path) and not told:
+            told.append(path)
             tell()
             time.sleep(signals.TWICE + 0.5)
             if times == 2:
                 tell()
                 time.sleep(1e9)
-        return write(aside, contents)
 
-    checkpoint.write_files = slowly
+    saved.while_writing(before=slowly)
     run(train.main, configure(Config, words))
 
 
@@ -290,7 +291,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
     done, _ = ranks.attempt(0, train_told_in_save, words, times, timeout=50)
     assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
-    assert [folder for folder in found if checkpoint_folders.problem(folder)] == []
+    assert [folder for folder in found if saved.problem(folder)] == []
     if times == 2:  # what was being written is not there
         assert [folder.name for folder in found] == ["step_00000004"]
     else:  # it is finished, and where the run stopped is saved too
