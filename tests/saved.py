@@ -6,36 +6,37 @@
 Tests of what a checkpoint promises, and of what a run does with one, hold in any form of it.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
 import torch
 
-from run import checkpoint, checkpoint_folders, reshard
+from run import checkpoint, pack
 from run.resume import Start
-from run.states import CheckpointError
 from scale import parallel
+from settings import Config
 from system import files
 
-Error = CheckpointError  # of a checkpoint that cannot be taken, or written
-JSON = ("manifest.json", "state.json", "values.json")  # its files that are no tensors
-ANY_VALUES = ("values.json",)  # those of them whose numbers may be any, as of an optimizer
-FREE = ("val_loss", "evaluated", "world_size", "loader", "scaler")  # of state.json: the same
-SAFETENSORS = ("model", "optimizer", "rng")  # its files of tensors, on one rank
-AFRESH = ("rng",)  # those of them without which a run goes on, with a warning
+Error = pack.CheckpointError  # of a checkpoint that cannot be taken, or written
+JSON = ("manifest.json", "state.json")  # its files that are no tensors
+# of state.json: what another right checkpoint may have otherwise
+FREE = ("tokens", "seconds", "ranks", "shards", "device", "leaves", "tree", "wandb_id")
+SAFETENSORS = ("model", "optimizer", "rank00000")  # its files of tensors, on one rank
 CPU = torch.device("cpu")
+ONE = parallel.World(0, 1, CPU)
 
-find = checkpoint_folders.find  # the newest whole one of a run, or of a path itself
-folders = checkpoint_folders.folders  # a run's, oldest first
-problem = checkpoint_folders.problem  # what is wrong with one, in words; None if it is whole
+find = checkpoint.find  # the newest whole one of a run, or of a path itself
+folders = checkpoint.folders  # a run's, oldest first
+problem = checkpoint.problem  # what is wrong with one, in words; None if it is whole
 
 
 def load(folder):
     """({kind: {name: tensor}}, state) of a checkpoint, the rows of all ranks put together.
 
-    Kinds are model, optimizer ("<parameter>.<state>"), buffers, own, and of a rank's own rng.
+    Kinds are model, optimizer ("states/<parameter>/<state>"), own, and of a rank's own rank00000.
     """
-    tensors, state = reshard.open_merged(folder)
+    tensors, state = checkpoint.read(folder)
     read = {}
     for kind, stored in tensors.items():
         read[kind] = {name: tensor[...] for name, tensor in stored.items()}
@@ -43,8 +44,13 @@ def load(folder):
 
 
 def load_state(folder):
-    """What a checkpoint says beside tensors: step, tokens, seconds, config, loader, val_loss."""
-    return reshard.read_state_json(folder)
+    """What a checkpoint says beside tensors: step, tokens, seconds, config."""
+    return json.loads((folder / "state.json").read_text())
+
+
+def best(out_dir):
+    """best.json of a run: the step and score of its best checkpoint, the step last evaluated."""
+    return checkpoint.read_best(out_dir)
 
 
 def first_moments(folder):
@@ -56,7 +62,7 @@ def moments_of(tensors):
     """The same of the tensors that `load` returned."""
     found = {}
     for key, tensor in tensors["optimizer"].items():
-        name, _, state = key.rpartition(".")
+        *_, name, state = key.split("/")
         if state in ("exp_avg", "momentum"):
             found[name] = tensor
     return found
@@ -75,8 +81,20 @@ def parts(folder):
 
 
 def save(out_dir, step, tensors, state, keep_last=2):
-    """Saves what `load` returned, or as much of it as a test needs; returns the folder."""
-    return checkpoint.save(out_dir, step, tensors, state, keep_last)
+    """Saves what `load` returned, or as much of it as a test needs; returns the folder.
+
+    state may have a val_loss, by which the best checkpoint is chosen.
+    """
+    state = {"config": {}} | state
+    score = state.pop("val_loss", None)
+    one = checkpoint.Saver(ONE, out_dir, keep_last)
+    if best(out_dir).get("step", 0) < step:
+        one.best = best(out_dir)
+    own = [checkpoint.File(f"{kind}.safetensors", of_kind) for kind, of_kind in tensors.items()]
+    one.write(step, own, state)
+    if score is not None:
+        one.evaluated(step, score)
+    return one.final
 
 
 def save_model(folder, model, cfg, step=0):
@@ -143,7 +161,7 @@ def load_model(path):
 
 def fill(model, tensors):
     """Copies {name: tensor} of a whole model into a model; raises Error where they do not fit."""
-    reshard.load_resharded(model, tensors)
+    checkpoint.load_weights(model, tensors)
 
 
 def check_reads(check):
@@ -151,39 +169,44 @@ def check_reads(check):
 
     rows: a slice; None for all. Until this process ends.
     """
-    read = reshard.MergedTensor.__getitem__
+    read = checkpoint.MergedTensor.__getitem__
 
     def checked(stored, rows):
         check(stored.shape, stored.dtype, None if rows is ... else rows)
         return read(stored, rows)
 
-    reshard.MergedTensor.__getitem__ = checked
+    checkpoint.MergedTensor.__getitem__ = checked
+
+
+class Opened(Start):
+    """A start that takes a checkpoint of weights alone, and of any shape."""
+
+    def compare(self):
+        pass
 
 
 def start(out_dir, resume="none", overwrite=False):
     """A run's start: `folder` of the checkpoint that it takes, or None; prepare_out_dir()."""
-    return Start(out_dir, resume, overwrite)
+    return Opened(Config(out_dir=str(out_dir), resume=resume, overwrite=overwrite))
 
 
 def resume(folder, state, cfg):
     """Fills a new train.State of one process with all that a run takes from a checkpoint.
 
-    Returns (the start's warnings, the validation loss that was saved).
+    Returns (the start's warnings, best.json).
     """
-    began = Start(folder.parent, str(folder), dry_run=True)
-    began.check(cfg)
+    options = dict(out_dir=str(folder.parent), resume=str(folder), dry_run=True)
+    began = Start(dataclasses.replace(cfg, **options))
     fill(state.model, began.weights)
-    began.restore(state, parallel.World(0, 1, CPU))
-    began.rows(cfg, state)  # the schedule, whose values may be others
-    return began.warnings, began.state.get("val_loss")
+    began.restore(state)
+    return began.warnings, best(folder.parent)
 
 
-def of_rank(model, rank, device):
-    """{name: tensor} of what is a rank's own: random numbers, and fp8's largest magnitudes."""
-    own = checkpoint.rank_tensors(model, device)
-    return {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
+def of_rank(model):
+    """What is a rank's own: random numbers, and fp8's largest magnitudes."""
+    return pack.rank_tree(model)
 
 
-def restore_rank(tensors, model, rank, device):
-    """Puts back what `of_rank` gave; whether it held anything of this rank."""
-    return checkpoint.load_rank_tensors(tensors, model, rank, device)
+def restore_rank(tree, model):
+    """Puts back what `of_rank` gave."""
+    pack.load_rank(model, tree)

@@ -147,8 +147,8 @@ def resumable(tmp_path_factory):
     position = {"rows": 12, "tokens": 100, "fingerprint": "f", "block_size": 8}
     loader = SimpleNamespace(state_dict=lambda: position)
     own = {"counts": [1, 2.0, None, (torch.ones(3), True)]}
-    state = train.State(model, optimizer, scaler, loader, 7, 96, 7, 3.5, own)
-    saved.saver(parallel.World(0, 1, CPU), out, 2).save(state, config=asdict(cfg), evaluated=True)
+    state = train.State(model, optimizer, scaler, loader, 7, 96, own=own)
+    saved.saver(parallel.World(0, 1, CPU), out, 2).save(state, config=asdict(cfg))
     return saved.find(out), model, cfg
 
 
@@ -156,16 +156,20 @@ def resumed(folder, model, cfg):
     """All that a run takes from a checkpoint."""
     optimizer, scaler = optim.make_optimizer(model, cfg), torch.amp.GradScaler("cpu", enabled=False)
     position = []
-    loader = SimpleNamespace(load_state_dict=lambda state: position.append(state.get("rows")))
+    loader = SimpleNamespace(
+        state_dict=dict, load_state_dict=lambda state: position.append(state.get("rows"))
+    )
     state = train.State(model, optimizer, scaler, loader, own={"counts": []})
-    warnings, val_loss = saved.resume(folder, state, cfg)
+    warnings, best = saved.resume(folder, state, cfg)
     names = {p: name for name, p in model.named_parameters()}
     found = dict(model.named_parameters())
     for p, states in optimizer.state.items():
         found |= {f"{names[p]}.{kind}": t for kind, t in states.items()}
-    sums = {name: t.double().sum().item() for name, t in sorted(found.items())}
+    sums = {
+        name: t.double().sum().item() for name, t in sorted(found.items()) if torch.is_tensor(t)
+    }
     whole = state.evaluated == state.step
-    return sums, position, warnings, whole, val_loss, repr(state.own)
+    return sums, position, warnings, whole, best, repr(state.own)
 
 
 @pytest.mark.fault(54)
@@ -182,7 +186,7 @@ def test_mutations_of_a_checkpoints_json(resumable, tmp_path, name, count):
             saved.sign(folder)
 
     # other figures are right too
-    right = lambda at, state: name in saved.ANY_VALUES or at[0] in saved.FREE
+    right = lambda at, state: at[0] in saved.FREE
     assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, right) > 0.1 * count
 
 
@@ -203,10 +207,7 @@ def test_mutations_of_a_safetensors_header(resumable, tmp_path, name, count):
         saved.sign(folder)
 
     header = json.loads(data[8 : 8 + length])
-    afresh = lambda at, value: name in saved.AFRESH  # with a warning
-    assert (
-        survey(header, write, lambda: resumed(folder, model, cfg), count, 2, afresh) > 0.5 * count
-    )
+    assert survey(header, write, lambda: resumed(folder, model, cfg), count, 2) > 0.5 * count
 
 
 @pytest.mark.fault(54)
@@ -327,7 +328,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path, name, capsys):
     manifest[name] = files.digest(tmp_path / "other" if name != "/etc/hostname" else name)
     (bad / "manifest.json").write_text(json.dumps(manifest))
     assert saved.find(tmp_path) == good
-    assert "is not a file in the folder" in capsys.readouterr().err
+    assert "no file in the folder" in capsys.readouterr().err
 
 
 @pytest.mark.fault(53)
@@ -344,7 +345,7 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
 @pytest.mark.fault(52)
 def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys):
     for step in (1, 2, 3):
-        test_checkpoint.save(tmp_path, step, keep_last=2, val_loss=[1.0, 3.0, 4.0][step - 1])
+        test_checkpoint.save(tmp_path, step, keep_last=9)
     for step in (1, 3):
         path = tmp_path / f"step_{step:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -353,10 +354,7 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     test_checkpoint.save(tmp_path, 4, keep_last=2)
     assert steps() == [2, 3, 4]  # the damaged one stays in place, as its warning says
     test_checkpoint.save(tmp_path, 5, keep_last=2)
-    assert steps() == [2, 4, 5]  # 2 has the best loss of the whole ones
-    test_checkpoint.save(tmp_path, 6, keep_last=2, val_loss=2.0)
-    assert steps() == [5, 6]
-    assert saved.problem(tmp_path / "step_00000006") is None
+    assert steps() == [4, 5]
 
 
 @pytest.mark.fault(51)

@@ -288,18 +288,6 @@ def test_a_growing_batch_in_a_run_of_seconds(data_dir, tmp_path, monkeypatch):
     assert tokens == [128 * min(n, 5) + 512 * max(0, n - 5) for n in range(1, 11)]
 
 
-def test_an_earlier_checkpoint_has_no_time(data_dir, tmp_path, monkeypatch, capsys):
-    settings = dict(max_steps=4, save_interval=4)
-    train_here(data_dir, tmp_path / "run", **settings)
-    saved.rewrite(tmp_path / "run/step_00000004", lambda state: state.pop("seconds"))
-    clock(monkeypatch.setattr)
-    lines = train_lines_of(
-        data_dir, tmp_path / "run", resume="auto", **settings | dict(max_seconds=3)
-    )
-    assert max(lines) == 4 + 3
-    assert "saved no time of its steps: max_seconds begins anew" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("own", [dict(max_tokens=4096), dict(max_seconds=9), {}])
 def test_a_dry_run_takes_two_steps_of_the_largest_batch(data_dir, tmp_path, capsys, own):
     words = flags(data_dir, tmp_path / "run", dry_run=True, batch_schedule="128:0.5", **own)
@@ -339,12 +327,3 @@ def test_a_rate_depends_on_the_share_that_is_done(schedule):
     assert rates[1] == pytest.approx(0.1)
     late = types.SimpleNamespace(step=100, tokens=0, seconds=300.0)
     assert optim.share_done(late, by_time) == 1
-
-
-def test_what_a_saved_schedule_says_is_checked(data_dir, tmp_path):
-    train_here(data_dir, tmp_path / "run", max_steps=4, save_interval=4)
-    saved.rewrite(
-        tmp_path / "run/step_00000004", lambda state: state["config"].update(batch_schedule="a:b")
-    )
-    with pytest.raises(saved.Error, match="step_00000004: its settings: ValueError"):
-        train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")

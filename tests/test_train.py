@@ -86,7 +86,7 @@ def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
     tensors = resumed_bitwise(data_dir, tmp_path, dropout=0.1, shuffle_seed=3)
-    assert tensors.keys() == {"model", "optimizer", "rng"}
+    assert tensors.keys() == {"model", "optimizer", "rank00000"}
 
 
 def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
@@ -228,9 +228,7 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
 def test_going_back_in_a_folder_with_later_checkpoints_is_refused(data_dir, tmp_path):
     settings = dict(max_steps=4, save_interval=2, keep_last=9)
     train_here(data_dir, tmp_path / "run", **settings)
-    with pytest.raises(
-        UserError, match="holds step_00000004, beyond .*step_00000002.*another --out_dir"
-    ):
+    with pytest.raises(UserError, match="holds step_00000004, beyond .*step_00000002"):
         train_here(data_dir, tmp_path / "run", resume=tmp_path / "run/step_00000002", **settings)
     aside = train_here(
         data_dir, tmp_path / "aside", resume=tmp_path / "run/step_00000002", **settings
