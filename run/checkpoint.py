@@ -532,15 +532,15 @@ class MergedTensor:
         first, part = self.parts[0]
         self.shape = torch.Size(part.get_shape())
         self.dtype = part[:0].dtype if self.shape else part[...].dtype
-        if rows is None:
+        if rows is None and len(self.parts) == 1:
             return
         end = 0
         for first, part in self.parts:
             if first == end:
                 end += part.get_shape()[0]
-        if end != rows:
+        if rows not in (None, end):
             raise CheckpointError(f"{name}: {end} of {rows} rows are there: is a rank's file gone?")
-        self.shape = torch.Size([rows, *self.shape[1:]])
+        self.shape = torch.Size([end, *self.shape[1:]])
 
     def __getitem__(self, rows):
         if rows is ... and len(self.parts) == 1:
