@@ -183,15 +183,10 @@ class Saver:
         try:
             return everywhere(action)
         except UserError as error:
-            free = 0
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
-                if self.out_dir.is_dir():
-                    free = shutil.disk_usage(self.out_dir).free
-            free = parallel.gather_objects(free)[0]  # all ranks raise the same line
-            advice = "earlier checkpoints are intact: free some space, --resume=auto"
-            why = f"{error}; {free / 1e9:.2f} GB of disk are free"
-            raise CheckpointError(f"{self.final}: cannot be written ({why}); {advice}") from None
+            advice = "earlier checkpoints are intact: --resume=auto goes on from them"
+            raise CheckpointError(f"{self.final} cannot be written: {error}; {advice}") from None
 
     def evaluated(self, step, score):
         """Notes that the evaluations due at a step have run; score: the lower the better, or None.

@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    words = "No space left.*GB of .* free.*earlier checkpoints are intact"
+    words = "No space left.*earlier checkpoints are intact"
     with monkeypatch.context() as patch:
         saved.while_writing(before=full, put=patch.setattr)
         with pytest.raises(saved.Error, match=words):
