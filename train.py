@@ -20,6 +20,7 @@ from settings import Config, check
 if __name__ == "__main__":  # before torch, whose import takes seconds: --help and mistakes
     cfg = parse(Config, check, adopt)
 
+import contextlib
 import dataclasses
 
 import torch
@@ -147,15 +148,15 @@ def concatenated(batches):
 
 
 def main(cfg):
-    source.check()  # that no file was edited while this process imported it
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
-        train(cfg, world, watch)
+    with Watch(world) as watch, errors_explained(cfg, world), contextlib.ExitStack() as stack:
+        train(cfg, world, watch, stack)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
 
 
-def train(cfg, world, watch):
+def train(cfg, world, watch, stack):
+    """Runs until the last step or a signal; what is open to the end goes onto the ExitStack."""
     # the settings, resolved for this device, and the run's folder
     given = cfg
     writes = world.main and not cfg.dry_run
@@ -163,7 +164,7 @@ def train(cfg, world, watch):
     # the resolved precision may be in conflict
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
-    lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
+    lock = stack.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
     start.check(cfg)
     if cfg.dry_run:
@@ -193,13 +194,14 @@ def train(cfg, world, watch):
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state, world)
+    source.check()  # that no source was edited while this process imported it
     if lock:
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved, log.saved)
-    watch.enter_context(saver)
+    stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     log.start(state, rows, given, training.analysis)
@@ -224,7 +226,6 @@ def train(cfg, world, watch):
             break
 
         # rate and batch, micro-steps, clip, step
-        watch.begin(state.step + 1)
         began = parallel.Moment(world.device)
         lr = optim.learning_rate(state.step, share, cfg)
         optim.set_learning_rate(state.optimizer, lr)
@@ -238,17 +239,17 @@ def train(cfg, world, watch):
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {
-            "asked to stop": watch.asked > 0,
-            "save written": saver.written(),
+            "asked to stop": watch.asked,
+            "save unwritten": 1 - saver.written(),
             "seconds": log.elapsed(state.step + log.late),
             "seconds a step": log.seconds,
         }
         means = training.figures.over_ranks(totals, norm, own)
         of_ranks = log.step(state, lr, means, began)
         state.seconds = of_ranks["seconds"]
-        if of_ranks["asked to stop"] or of_ranks["seconds a step"] > LONG:
+        if of_ranks["asked to stop"] > 0 or of_ranks["seconds a step"] > LONG:
             watch.agreed()
-        if of_ranks["save written"] == 1:  # by every rank, in the background
+        if of_ranks["save unwritten"] == 0:  # on any rank, in the background
             saver.wait()
 
     log.catch_up()
