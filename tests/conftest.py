@@ -8,7 +8,6 @@ import os
 import signal
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 
 import faults
