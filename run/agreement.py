@@ -33,8 +33,8 @@ def difference(facts):
     for rank, own in enumerate(of_ranks):
         found = []
         for name in first | own:
-            here = own.get(name, "absent")[:99]
-            there = first.get(name, "absent")[:99]
+            here = own.get(name, "absent")[:40]
+            there = first.get(name, "absent")[:40]
             if own.get(name) != first.get(name):
                 found.append(f"{name}={here} instead of {there}")
         if found:

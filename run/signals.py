@@ -38,14 +38,20 @@ class Watch:
             signal.signal(number, handler)
 
     def _note(self, number, _):
-        if not self.asked:
-            self.asked = number
-            self._asked_at = time.monotonic()
-            words = "this run saves and stops; a second signal ends it at once"
-            if self.world.main:  # not by `print`, which the signal may have interrupted
-                os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
-        elif time.monotonic() - self._asked_at > TWICE:
+        if self.asked and time.monotonic() - self._asked_at > TWICE:
             os._exit(128 + number)  # which is safe: checkpoints are whole or not there
+        if self.asked:
+            return
+        self.asked = number
+        self._asked_at = time.monotonic()
+        for console in (1, 2):
+            try:
+                os.write(console, b"")
+            except OSError:  # the terminal was closed: no `print` may fail before the run has saved
+                os.dup2(os.open(os.devnull, os.O_WRONLY), console)
+        if self.world.main:  # not by `print`, which the signal may have interrupted
+            words = "this run saves and stops; a second signal ends it at once"
+            os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it.

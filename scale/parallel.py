@@ -99,8 +99,8 @@ def check_backend(store, rank, backend):
     if rank == 0:
         store.set("backend", backend)
     elif (first := store.get("backend").decode()) != backend:
-        words = f"rank {rank} joins over {backend}, rank 0 over {first}"
-        raise UserError(f"{words}: it has another device, or another --device or --offload_states")
+        words = f"it joins over {backend}, rank 0 over {first}"
+        raise UserError(f"{words}: another device, or another --device or --offload_states")
 
 
 def pick_device(name):

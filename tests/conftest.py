@@ -9,6 +9,7 @@ import signal
 import sysconfig
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import faults
 import interpreter
@@ -261,7 +262,7 @@ def flags(data_dir, out_dir, **settings):
 
 def train_here(data_dir, out_dir, **settings):
     """Runs train.main in this process; returns the lines of its log.jsonl."""
-    with contextlib.chdir(ROOT):
+    with contextlib.chdir(ROOT), mock.patch("run.source.check"):  # edits while tests run
         train.main(configure(Config, flags(data_dir, out_dir, **settings)))
     return read_log(out_dir)
 
