@@ -33,10 +33,10 @@ def difference(facts):
     for rank, own in enumerate(of_ranks):
         found = []
         for name in first | own:
-            here = own.get(name, "absent")[:40]
-            there = first.get(name, "absent")[:40]
-            if own.get(name) != first.get(name):
-                found.append(f"{name}={here} instead of {there}")
+            here = own.get(name, "absent")
+            there = first.get(name, "absent")
+            if here != there:
+                found.append(f"{name}={here[:40]} instead of {there[:40]}")
         if found:
             return f"rank {rank} differs from rank 0: {listed(found)}"
     return None

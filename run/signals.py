@@ -97,8 +97,8 @@ def errors_explained(cfg, world):
     except RuntimeError as error:
         # gloo's errors have no type
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
-            words = f"lost another rank (timeout_s={cfg.timeout_s}): {first_line(error)}"
-            raise LostRank(words) from None
+            why = f"{first_line(error)} (timeout_s={cfg.timeout_s})"
+            raise LostRank(f"lost another rank: {why}") from None
         for text, hint in HINTS.items():
             if text in str(error):
                 why = f"parallel={cfg.parallel}: {first_line(error)}"

@@ -72,16 +72,11 @@ def launched():
 
 
 def this_rank():
-    """The Rank of this process, known before a process group exists. Raises UserError."""
+    """The Rank of this process, known before a process group exists."""
     if not launched():
         return Rank()
-    numbers = []
-    for name, least in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), Rank()):
-        word = os.environ.get(name) or str(least)
-        if not word.isdecimal():
-            raise UserError(f"environment: {name}={word}: expected a number, as torchrun sets it")
-        numbers.append(int(word))
-    return Rank(*numbers)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Rank(*(int(os.environ.get(name) or least) for name, least in zip(names, Rank())))
 
 
 def is_rank_0():
@@ -109,8 +104,8 @@ def start():
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
-        hard = 10_000
-    if soft != resource.RLIM_INFINITY and soft < hard:  # a shard takes one file, its mask another
+        hard = 10_000  # macOS allows no more
+    if soft < hard:  # a shard takes one file, its mask another
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -151,7 +146,7 @@ def in_one_line():
 
 
 def fail(problems, code, follows=False):
-    """Prints problems and ends the process; torchrun's report has them too.
+    """Prints problems, which torchrun's report has too, and ends the process.
 
     Rank 0 does so at once. Another rank waits first, as does one whose error `follows` from the
     end of another: what all have is told once, since torchrun then ends those that wait.
