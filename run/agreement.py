@@ -38,7 +38,7 @@ def difference(facts):
             if here != there:
                 found.append(f"{name}={here[:40]} instead of {there[:40]}")
         if found:
-            return f"rank {rank} differs from rank 0: {listed(found)}"
+            return f"rank {rank} has {listed(found)}, unlike rank 0"
     return None
 
 
