@@ -94,7 +94,7 @@ def check_told(done, code, line):
     param("forward", 1, "error: rank 1: Traceback", marks=[mark.slow, mark.fault(78)]),
     param("leaves", 1, "error: rank 1: Traceback", marks=[mark.slow, mark.fault(76)]),
     slow("dies", -9, None),  # of which torchrun's report tells
-    slow("hangs", -9, r"error: lost another rank .*Timed out"),
+    slow("hangs", -9, r"error: lost another rank: .*Timed out"),
 ])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
 def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, code, line):
