@@ -7,9 +7,9 @@
 
 Settings: a config file, then --key=value (`--help` lists them). Writes
 out_dir/log.jsonl, config.json, the code that ran (model.py, kernels.py,
-source.json) and checkpoints, step_*/. Exit codes, the same of all ranks: 0
-done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite,
-128 + N saved and stopped by signal N (docs/operations.md).
+source.json) and checkpoints, step_*/. Exit codes: 0 done, 1 an error in the
+code or a lost rank, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not
+finite, 128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run
@@ -20,6 +20,7 @@ from settings import Config, check
 if __name__ == "__main__":  # before torch, whose import takes seconds: --help and mistakes
     cfg = parse(Config, check, adopt)
 
+import contextlib
 import dataclasses
 
 import torch
@@ -147,15 +148,15 @@ def concatenated(batches):
 
 
 def main(cfg):
-    source.check()  # that no file was edited while this process imported it
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
-        train(cfg, world, watch)
+    with Watch(world) as watch, errors_explained(cfg, world), contextlib.ExitStack() as stack:
+        train(cfg, world, watch, stack)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
 
 
-def train(cfg, world, watch):
+def train(cfg, world, watch, stack):
+    """Runs until the last step or a signal; what is open to the end goes onto the ExitStack."""
     # the settings, resolved for this device, and the run's folder
     given = cfg
     writes = world.main and not cfg.dry_run
@@ -163,7 +164,7 @@ def train(cfg, world, watch):
     # the resolved precision may be in conflict
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
-    lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
+    lock = stack.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg)
     if cfg.dry_run:
         cfg = try_out(cfg, world, start.step)
@@ -192,13 +193,14 @@ def train(cfg, world, watch):
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
+    source.check()  # that no source was edited while this process imported it
     if lock:
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
-    watch.enter_context(saver)
+    stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start)]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     log.start(state, rows, given, training.analysis)
@@ -226,7 +228,6 @@ def train(cfg, world, watch):
             break
 
         # rate and batch, micro-steps, clip, step
-        watch.begin(state.step + 1)
         began = parallel.Moment(world.device)
         lr = optim.learning_rate(state.step, share, cfg)
         optim.set_learning_rate(state.optimizer, lr)
@@ -240,17 +241,17 @@ def train(cfg, world, watch):
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {
-            "asked to stop": watch.asked > 0,
-            "save written": float(saver.written()),
+            "asked to stop": watch.asked,
+            "save unwritten": float(not saver.written()),
             "seconds": log.elapsed(state.step + log.late),
             "seconds a step": log.seconds,
         }
         means = training.figures.over_ranks(totals, norm, own)
         of_ranks = log.step(state, lr, means, began)
         state.seconds = of_ranks["seconds"]
-        if of_ranks["asked to stop"] or of_ranks["seconds a step"] > LONG:
+        if of_ranks["asked to stop"] > 0 or of_ranks["seconds a step"] > LONG:
             watch.agreed()
-        if of_ranks["save written"] == 1:  # by every rank, in the background
+        if of_ranks["save unwritten"] == 0:  # on any rank, in the background
             saver.wait()
 
     log.catch_up()

@@ -19,7 +19,7 @@ import train
 from configurator import too_small, without_folder
 from run.build import choose
 from run.logger import describe_device, progress, show
-from run.signals import Watch, errors_explained
+from run.signals import errors_explained
 from scale import parallel
 from system.errors import UserError, is_rank_0, refuse
 
@@ -43,7 +43,7 @@ def measure(cfg):
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s, saves=False), errors_explained(cfg, world):
+    with errors_explained(cfg, world):
         began = time.perf_counter()
         on_gpu = world.device.type == "cuda"
         if cfg.snapshot and not on_gpu:

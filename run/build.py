@@ -268,7 +268,7 @@ def compile_model(model, sharded=False):
     mixes = [model.mixes[layer] for layer in model.cfg.mixed_layers]
     for part in (*model.blocks, *mixes, model.head):
         part.compile()
-    torch.compiler.config.cache_key_tag = source.imported()
+    torch.compiler.config.cache_key_tag = source.tag()
 
 
 def static_shapes_in_training(model, *_):

