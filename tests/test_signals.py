@@ -265,7 +265,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a", timeout=50)
     assert done.codes == [130], done.stderr
-    assert not checkpoint_folders.folders(tmp_path / "a")
+    assert not saved.folders(tmp_path / "a")
     done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
     assert done.codes == [143] and "none: nothing was saved" in done.stdout
 
