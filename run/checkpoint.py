@@ -25,7 +25,7 @@ import model as models
 from corpus import as_user_error
 from corpus import tokenizer as tokenizers
 from fast.chips import best_attention
-from run import source
+from run import agreement, source
 from run.logger import NotFinite
 from run.pack import CheckpointError, pack, persistent_buffers
 from scale import parallel
@@ -93,7 +93,7 @@ class Saver:
         parallel.free_gathered(state.model)
         tensors, values = everywhere(partial(pack, state))
         self.refuse_not_finite(state, tensors, values)
-        own = files_of_rank(tensors, values["leaves"])
+        own = files_of_rank(tensors, values)
         if self.background:
             for file in own:
                 file.copy_to_host()
@@ -247,14 +247,14 @@ class File:
             self.tensors[name] = copy.copy_(tensor, non_blocking=True)
 
 
-def files_of_rank(tensors, leaves):
+def files_of_rank(tensors, values):
     """[File] that this rank writes of what `pack` found.
 
     Of what is saved by rows, each rank writes its own; the rest is written once where all ranks
     have the same, else by each. Of buffers that differ, the model has rank 0's.
     """
     rank, _ = parallel.rank_and_size()
-    apart = names_that_differ(tensors, leaves)
+    apart = names_that_differ(tensors, values)
     alone = File(f"rank{rank:05d}.safetensors")
     found = [alone]
     for group, of_group in tensors.items():
@@ -271,26 +271,27 @@ def files_of_rank(tensors, leaves):
     return [file for file in found if file.tensors]
 
 
-def names_that_differ(tensors, leaves):
-    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank"."""
-    facts = {}
-    for name, leaf in leaves.items():
+def names_that_differ(tensors, values):
+    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank".
+
+    Raises CheckpointError where what is no tensor differs.
+    """
+    plain = {"the containers": values["tree"]}
+    digests = {}
+    differ = set()
+    for name, leaf in values["leaves"].items():
         group, _, inner = name.partition("/")
-        if isinstance(leaf, dict) and "rows" not in leaf and group != "rank":
-            data = local(tensors[group][inner]).contiguous().reshape(-1).view(torch.uint8)
-            facts[name] = hashlib.sha256(data.cpu().numpy()).hexdigest()
+        if not isinstance(leaf, dict) or "rows" in leaf:
+            plain[name] = leaf
+        elif group == "rank":
+            differ.add(name)
         else:
-            facts[name] = leaf
-    of_ranks = parallel.gather_objects(facts)
-    differ = {name for name in leaves if name.startswith("rank/")}
-    for rank, theirs in enumerate(of_ranks):
-        for name in facts.keys() | theirs.keys():
-            here, there = facts.get(name), theirs.get(name)
-            if here != there and not isinstance(leaves.get(name), dict):
-                words = f"{name} is {here}, on rank {rank} {there}"
-                raise CheckpointError(f"{words}; only tensors may differ from rank to rank")
-            if here != there:
-                differ.add(name)
+            data = local(tensors[group][inner]).contiguous().reshape(-1).view(torch.uint8)
+            digests[name] = hashlib.sha256(data.cpu().numpy()).hexdigest()
+    if found := agreement.difference(plain):
+        raise CheckpointError(f"{found}: a checkpoint may hold other tensors of each rank alone")
+    for theirs in parallel.gather_objects(digests):
+        differ.update(name for name, digest in digests.items() if theirs.get(name) != digest)
     return differ
 
 

@@ -272,6 +272,7 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     ):
         saved.start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    (tmp_path / "source.json").write_text("{}")
     early = saved.start(tmp_path / "step_early")
     with pytest.raises(UserError, match="holds"):
         saved.start(tmp_path)
