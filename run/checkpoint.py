@@ -131,7 +131,7 @@ class Saver:
             return
         for left in self.out_dir.glob(f".writing_step_{DIGITS}"):  # by a run that was killed
             delete(left)
-        self.aside.mkdir(parents=True)
+        self.aside.mkdir()  # an error where out_dir was removed under the run
         files.write_json(self.aside / "state.json", state)
         copies = {self.out_dir / name: name for name in source.KEPT}
         tokenizer = tokenizer_file(self.out_dir, state["config"].get("tokenizer"))
@@ -335,6 +335,7 @@ def save_merged(out_dir, step, tensors, state):
 
     Returns its folder.
     """
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
     saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=2)
     own = [File(f"{group}.safetensors", of_group) for group, of_group in tensors.items()]
     saver.write(step, own, state)

@@ -255,13 +255,6 @@ def all_finite(tensors, device):
     return not not_finite(top, top).item()
 
 
-def all_zero(model):
-    """Names of the trained parameters that are zero on all ranks; waits for the device."""
-    trained = {name: local(p) for name, p in model.named_parameters() if p.requires_grad}
-    counts = sum_over_ranks(torch.stack([rows.count_nonzero() for rows in trained.values()]))
-    return [name for name, count in zip(trained, counts.tolist()) if count == 0]
-
-
 def rank_and_size():
     """(rank of this process, number of processes) in the process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -93,6 +93,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
     """
     state = {"config": {}} | state
     score = state.pop("val_loss", None)
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
     one = checkpoint.Saver(ONE, out_dir, keep_last)
     if best(out_dir).get("step", 0) < step:
         one.best = best(out_dir)

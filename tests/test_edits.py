@@ -399,8 +399,8 @@ def evaluated(job, micros):
     """The mean loss over the targets of these batches, as run/evaluate.py computes it."""
     with job.autocast:
         found = [evaluate.losses_of_rows(job.state.model, *micro) for micro in micros]
-    return sum((losses * counts).sum() for losses, counts, _ in found) / sum(
-        n.sum() for _, n, _ in found
+    return sum((losses * counts).sum() for losses, counts, *_ in found) / sum(
+        n.sum() for _, n, *_ in found
     )
 
 
