@@ -110,7 +110,6 @@ def style(dark=False):
         "axes.grid": True,
         "axes.axisbelow": True,
         "axes.xmargin": 0.015,
-        "axes.titlelocation": "left",
         "axes.titlesize": "medium",
         "axes.formatter.useoffset": False,
         "text.parse_math": False,
@@ -200,7 +199,7 @@ def draw_panel(axes, runs, x, panel, begin=0):
             # without those of a run that diverges, and NaN
             kept = values <= first + abs(first) / 2
             shown = np.append(shown, values[late & kept & (at >= begin)])
-    axes.set_title(panel.title)
+    axes.set_title(panel.title, loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if x == "tokens" else "{x:,.0f}")
     if panel is SPEED:

@@ -98,10 +98,10 @@ class Run:
         """The End of validation, or else of the running mean of training."""
         for kind in ("val", "train"):
             steps, values = self.series(kind, y)
-            if kind == "train":
-                values = smooth(values)
             finite = np.isfinite(values)
             if finite.any():
+                if kind == "train":
+                    values = smooth(values)
                 return End(kind, steps[finite][-1], values[finite][-1])
         raise UserError(f"{self.folder}: its log has no {y}; try --y=loss")
 
@@ -112,9 +112,9 @@ def read(folder):
     A run that was resumed at a step takes those behind it anew, so earlier lines of them go.
     """
     path = Path(folder)
-    if path.is_dir():
-        path /= "log.jsonl"
     try:
+        if path.is_dir():
+            path /= "log.jsonl"
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a run's log: {error}") from None
