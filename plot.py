@@ -220,7 +220,7 @@ def label_ends(axes, runs, x, y, beside):
     ends = [run.end(y) for run in runs]
     heights = np.clip([(end.value - low) / (high - low) for end in ends], 0, 1)
     size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
-    places = spread(heights - 0.06 * beside, 1.35 * size / 240)
+    places = spread(np.clip(heights - 0.1 * beside, 0.03, 1), 1.35 * size / 240)
     for run, end, height, place in zip(runs, ends, heights, places):
         at = run.place(end.step, x)
         words = f"{end.value:.3f}"
