@@ -255,13 +255,12 @@ def choose_panels(runs):
     """[Panel] of what the logs hold in at least three points."""
     own = {}  # evaluations and extras
     for run in runs:
-        for (kind, key), values in run.figures.items():
-            if not any(number(value) for value in values.values()):
-                continue
-            if key.startswith("extras."):
-                own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
-            elif kind not in OURS and key not in ("step", "seconds"):
-                own[kind, key] = Panel(f"{kind} {key}", key, (kind,), fitted=False)
+        for kind, lines in run.lines.items():
+            for key in [key for line in lines.values() for key in line if number(line[key])]:
+                if key.startswith("extras."):
+                    own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
+                elif kind not in OURS and key not in ("step", "seconds"):
+                    own[kind, key] = Panel(f"{kind} {key}", key, (kind,), fitted=False)
     return [
         panel
         for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED)

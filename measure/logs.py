@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,9 @@ class End:
 class Run:
     """A run by its log.
 
-    figures: {(kind, key): {step: value}}, where the key of an extra is "extras.NAME".
-    settings: {name: text} of the last start, without APART.
+    lines: see `read`; the key of an extra is "extras.NAME".
+    start: the line of the last start.
+    settings: {name: text} of that start, without APART.
     diverged: whether its last loss is NaN.
     """
 
@@ -45,14 +45,18 @@ class Run:
     def __init__(self, folder):
         self.folder = str(folder)
         self.name = ""
-        self.figures = {}
-        for kind, lines in read(folder).items():
-            for step, line in lines.items():
-                extras = line.pop("extras", {})
-                line |= {f"extras.{name}": value for name, value in extras.items()}
-                for key, value in line.items():
-                    self.figures.setdefault((kind, key), {})[step] = value
-        self.settings = settings_of(self.figures.get(("start", "rows"), {}))
+        self.lines = read(folder)
+        for lines in self.lines.values():
+            for line in lines.values():
+                for name, value in line.get("extras", {}).items():
+                    line[f"extras.{name}"] = value
+        starts = self.lines.get("start", {0: {}})
+        self.start = starts[max(starts)]
+        self.settings = {}
+        for word in shlex.split(dict(self.start.get("rows", [])).get("settings", "")):
+            name, _, value = word.partition("=")
+            if value and name not in APART:
+                self.settings[name] = value
         losses = [self.series(kind, "loss")[1] for kind in ("train", "val")]
         if not np.isfinite(np.concatenate(losses)).any():
             raise UserError(f"{folder}: its log has no finite loss")
@@ -64,35 +68,33 @@ class Run:
         The validation before the first step is left out of a log with training: it is far above the
         rest.
         """
-        values = dict(self.figures.get((kind, key), {}))
-        if kind == "val" and ("train", "loss") in self.figures:
-            values.pop(0, None)
-        steps = np.array(sorted(values), dtype=float)
-        found = np.array([values[step] for step in steps], dtype=float)  # null is NaN
-        return steps, np.where(np.isfinite(found), found, np.nan)
+        lines = self.lines.get(kind, {})
+        steps = [step for step in sorted(lines) if key in lines[step]]
+        if kind == "val" and "train" in self.lines and 0 in steps:
+            steps.remove(0)
+        values = np.array([lines[step][key] for step in steps], dtype=float)  # null is NaN
+        return np.array(steps, dtype=float), np.where(np.isfinite(values), values, np.nan)
 
     def place(self, steps, x):
         """Where steps lie on the axis x; NaN if the log does not say."""
         if x == "steps":
             return steps
-        step_ms = self.figures.get(("start", "step_ms"))  # the median, in a small log of results/
-        if x == "seconds" and step_ms:
-            return steps * step_ms[max(step_ms)] / 1e3
+        if x == "seconds" and "step_ms" in self.start:  # the median, in a small log of results/
+            return steps * self.start["step_ms"] / 1e3
         at, values = self.series("train", "dt_ms" if x == "seconds" else "tokens")
         if not len(at):
             return math.nan * steps
         if x == "seconds":
-            starts = list(self.figures.get(("start", "step"), {}))
             # the first step after a start compiles
-            values[np.isin(at - 1, starts)] = np.median(values)
+            values[np.isin(at - 1, list(self.lines.get("start", {})))] = np.median(values)
             values = np.cumsum(values) / 1e3
         return np.interp(steps, [0, *at], [0, *values])
 
     @property
     def held_out(self):
-        """What it was validated on; None: the log does not say."""
-        values = self.figures.get(("val", "held_out"), {0: None})
-        return values[max(values)]
+        """What it was validated on last; None: the log does not say."""
+        lines = self.lines["val"]
+        return lines[max(lines)].get("held_out")
 
     def end(self, y):
         """The End of validation, or else of the running mean of training."""
@@ -135,15 +137,6 @@ def read(folder):
     return found
 
 
-def settings_of(starts):
-    """{name: text} without APART, of the last of {step: rows of a start}."""
-    if not starts:
-        return {}
-    text = dict(starts[max(starts)]).get("settings", "")
-    pairs = [word.split("=", 1) for word in shlex.split(text) if "=" in word]
-    return {name: value for name, value in pairs if name not in APART}
-
-
 def smooth(values):
     """Mean over a window of 1/20 of the run that is centred on each point, shorter at the ends.
 
@@ -180,7 +173,7 @@ def load(folders, names=None):
 def compare(runs, others, y):
     """Prints both sides' means of the figure y over seeds, and how `runs` differ from `others`.
 
-    Adds to each run's figures how it differs from the mean of `others`, by step.
+    Adds to each run's lines how it differs from the mean of `others`, by step.
     """
     both = [*runs, *others]
     if len({Path(run.folder).resolve() for run in both}) < len(both):
@@ -220,7 +213,7 @@ class Side:
     def __init__(self, runs, y):
         self.runs = runs
         names = [run.name for run in runs]
-        self.name = re.sub(r"[-_. /]+\d*$", "", os.path.commonprefix(names)) or listed(names)
+        self.name = os.path.commonprefix(names).rstrip("_-. /") or listed(names)
         settings = [set(run.settings.items()) for run in runs]
         differing = {name for name, _ in set.union(*settings) - set.intersection(*settings)}
         if differing - SEEDS:
@@ -254,7 +247,7 @@ def subtract(runs, others, y, kind):
     for step in set.intersection(*map(set, series.values())):
         mean = np.mean([series[run][step] for run in others])
         for run, values in series.items():
-            run.figures.setdefault((kind, y), {})[step] = float(values[step] - mean)
+            run.lines.setdefault(kind, {})[step] = {y: float(values[step] - mean)}
 
 
 def in_words(values):
