@@ -147,16 +147,18 @@ def draw(runs, x, y, panels=True):
 
 
 def draw_losses(part, runs, x, y, enlarged):
-    """Training and validation loss; the end once more, of runs that come that far."""
+    """Training and validation loss; the end once more, with the names of runs that end there."""
     both = part.subplots(1, 1 + enlarged, width_ratios=[2, 1][: 1 + enlarged], squeeze=False)[0]
     panel = Panel(f"loss, {UNITS[y]}: training thin, validation with marks", y, ("train", "val"))
     draw_panel(both[0], runs, x, panel)
     _, right = both[0].get_xlim()
     late = [run for run in runs if run.place(run.end(y).step, x) >= END * right]
     if enlarged:
-        kinds = ("val",) if all(joined(run, y) for run in late) else panel.kinds
+        kinds = panel.kinds
+        if late and all(joined(run, y) for run in late):
+            kinds = ("val",)
         both[1].set_xlim(END * right, right)
-        draw_panel(both[1], late, x, Panel("the end", y, kinds), END * right)
+        draw_panel(both[1], runs, x, Panel("the end", y, kinds), END * right)
     for axes in both:
         axes.set_xlabel(AXES[x])
     label_ends(both[-1], late, x, y, beside=False)

@@ -142,7 +142,7 @@ def smooth(values):
 
     NaN stays NaN and is left out of the means beside it.
     """
-    window = np.ones(2 * (max(1, len(values) // 20) // 2) + 1)
+    window = np.ones(len(values) // 40 * 2 + 1)
     finite = np.isfinite(values)
     sums = np.convolve(np.where(finite, values, 0), window, "same")
     counts = np.convolve(finite, window, "same")
