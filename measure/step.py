@@ -5,7 +5,6 @@ import itertools
 import re
 import statistics
 import time
-from collections import Counter
 from functools import partial
 
 import torch
@@ -157,22 +156,11 @@ def speed(times, cfg, world, analysis):
 
 
 def breakdown(events, floor):
-    """Prints a step's GPU time by kind of kernel, the floor, and the 16 kernels that take most.
-
-    events: see `profiled`; floor: see `floor_times`.
-    """
+    """Prints a step's GPU time by kind of kernel, and the floor; see `profiled`, `floor_times`."""
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
     for kind, ms in times_by_kind(events).items():
         alone = f"{floor[kind]:>12.1f}" if kind in floor else ""
         say(f"{kind:<28}{ms:>10.1f}{alone}")
-    total = Counter()
-    times = Counter()
-    for name, begin, end in events:
-        total[name] += (end - begin) / PROFILED
-        times[name] += 1 / PROFILED
-    say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7}")
-    for name, ms in total.most_common(16):
-        say(f"  {name[:64]:<64} {ms:10.2f} {times[name]:7.0f}")
 
 
 def floor_times(cfg, device, micro_steps):
