@@ -148,11 +148,18 @@ def draw(runs, x, y, panels=True):
 
 def draw_losses(part, runs, x, y, enlarged):
     """Training and validation loss; the end once more, with the names of runs that end there."""
-    both = part.subplots(1, 1 + enlarged, width_ratios=[2, 1][: 1 + enlarged], squeeze=False)[0]
+    ratios = [2, 1] if enlarged else [1]
+    both = part.subplots(1, len(ratios), width_ratios=ratios, squeeze=False)[0]
     panel = Panel(f"loss, {UNITS[y]}: training thin, validation with marks", y, ("train", "val"))
     draw_panel(both[0], runs, x, panel)
     _, right = both[0].get_xlim()
-    late = [run for run in runs if run.place(run.end(y).step, x) >= END * right]
+    early = []
+    late = []
+    for run in runs:
+        if run.place(run.end(y).step, x) < END * right:
+            early.append(run)
+        else:
+            late.append(run)
     if enlarged:
         kinds = panel.kinds
         if late and all(joined(run, y) for run in late):
@@ -162,7 +169,7 @@ def draw_losses(part, runs, x, y, enlarged):
     for axes in both:
         axes.set_xlabel(AXES[x])
     label_ends(both[-1], late, x, y, beside=False)
-    label_ends(both[0], [run for run in runs if run not in late], x, y, beside=True)
+    label_ends(both[0], early, x, y, beside=True)
 
 
 def joined(run, key):
@@ -220,7 +227,8 @@ def label_ends(axes, runs, x, y, beside):
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
     ends = [run.end(y) for run in runs]
-    heights = np.clip([(end.value - low) / (high - low) for end in ends], 0, 1)
+    values = np.array([end.value for end in ends])
+    heights = np.clip((values - low) / (high - low), 0, 1)
     size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
     places = spread(np.clip(heights - 0.1 * beside, 0.03, 1), 1.35 * size / 240)
     for run, end, height, place in zip(runs, ends, heights, places):
@@ -258,16 +266,18 @@ def choose_panels(runs):
     own = {}  # evaluations and extras
     for run in runs:
         for kind, lines in run.lines.items():
-            for key in [key for line in lines.values() for key in line if number(line[key])]:
+            keys = {key for line in lines.values() for key in line if number(line[key])}
+            for key in sorted(keys - {"step", "seconds"}):
                 if key.startswith("extras."):
                     own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
-                elif kind not in OURS and key not in ("step", "seconds"):
+                elif kind not in OURS:
                     own[kind, key] = Panel(f"{kind} {key}", key, (kind,), fitted=False)
-    return [
-        panel
-        for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED)
-        if any(len(run.series(panel.kinds[0], panel.key)[0]) > 2 for run in runs)
-    ]
+    found = []
+    for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED):
+        counts = [len(run.series(panel.kinds[0], panel.key)[0]) for run in runs]
+        if max(counts) > 2:
+            found.append(panel)
+    return found
 
 
 if __name__ == "__main__":

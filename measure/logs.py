@@ -53,7 +53,8 @@ class Run:
         starts = self.lines.get("start", {0: {}})
         self.start = starts[max(starts)]
         self.settings = {}
-        for word in shlex.split(dict(self.start.get("rows", [])).get("settings", "")):
+        rows = dict(self.start.get("rows", []))
+        for word in shlex.split(rows.get("settings", "")):
             name, _, value = word.partition("=")
             if value and name not in APART:
                 self.settings[name] = value
@@ -73,7 +74,8 @@ class Run:
         if kind == "val" and "train" in self.lines and 0 in steps:
             steps.remove(0)
         values = np.array([lines[step][key] for step in steps], dtype=float)  # null is NaN
-        return np.array(steps, dtype=float), np.where(np.isfinite(values), values, np.nan)
+        values[np.isinf(values)] = np.nan
+        return np.array(steps, dtype=float), values
 
     def place(self, steps, x):
         """Where steps lie on the axis x; NaN if the log does not say."""
@@ -85,8 +87,9 @@ class Run:
         if not len(at):
             return math.nan * steps
         if x == "seconds":
+            starts = list(self.lines.get("start", {}))
             # the first step after a start compiles
-            values[np.isin(at - 1, list(self.lines.get("start", {})))] = np.median(values)
+            values[np.isin(at - 1, starts)] = np.median(values)
             values = np.cumsum(values) / 1e3
         return np.interp(steps, [0, *at], [0, *values])
 
@@ -219,7 +222,9 @@ class Side:
         if differing - SEEDS:
             what = f"they differ in {listed(sorted(differing - SEEDS))}"
             raise UserError(f"{listed(names)}: {what}; a side has one recipe")
-        self.seeds = [(run.settings.get("seed"), run.settings.get("shuffle_seed")) for run in runs]
+        self.seeds = []
+        for run in runs:
+            self.seeds.append((run.settings.get("seed"), run.settings.get("shuffle_seed")))
         if len(set(self.seeds)) < len(runs) and runs[0].settings:
             raise UserError(f"{listed(names)}: two have the same seed, which counts once")
         found = []

@@ -128,7 +128,8 @@ def synthetic(cfg, world):
     tokens = ((cfg.vocab_size + 1) ** draws).long() - 1
     batches = []
     for batch in tokens.to(world.device):
-        batches.append((batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
+        x, y = batch[:, :-1], batch[:, 1:]
+        batches.append((x.contiguous(), y.contiguous()))
     return itertools.cycle(batches).__next__
 
 
