@@ -213,7 +213,6 @@ class Config(GPTConfig):
     keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
     async_save: bool = False  # trains on while a checkpoint is written from a copy in host memory
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
-    norms_interval: int | None = None  # steps between the RMS of each weight, gradient and update
     wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
@@ -340,7 +339,7 @@ TOLD_AT_RESUME = (
 )
 
 AT_LEAST_1 = (
-    "batch_size batch_tokens max_steps max_tokens keep_last log_interval norms_interval "
+    "batch_size batch_tokens max_steps max_tokens keep_last log_interval "
     "remat_every remat_tile timeout_s"
 ).split()
 AT_LEAST_0 = (

@@ -43,7 +43,6 @@ from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger, progress
-from run.norms import Norms
 from run.pack import magnitudes
 from run.resume import Start
 from run.signals import Watch, errors_explained
@@ -186,7 +185,6 @@ def train(cfg, world, watch, stack):
     # console and log, evaluations
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
     log = Logger(world, cfg, skips)
-    norms = Norms(state.model, cfg, log)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg)
     warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 
@@ -236,8 +234,7 @@ def train(cfg, world, watch, stack):
         training.loader_batches = cfg.loader_batches(world.size, tokens)
         totals = training.accumulate(loader.next)
         norm = training.normalize_and_clip(totals)
-        with norms.around_update(state.step + 1):
-            training.update(totals, norm)
+        training.update(totals, norm)
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {

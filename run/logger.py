@@ -81,7 +81,6 @@ class Logger:
         self.own = {}  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
         self.mark = None  # the Moment of its end
-        self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
         # times of steps, in seconds
         self.seconds = 0.0  # of the step read last
         self.average = None  # running, without the first step, which compiles
@@ -291,8 +290,6 @@ class Logger:
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
         self._time(launched)
-        if step in self.with_step:
-            self.with_step.pop(step)()
         self._log_line(launched, loss, norm, extras)
         self._warn_of_days(step)
         if not math.isfinite(loss):

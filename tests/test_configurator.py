@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import settings
-from configurator import configure, describe
+from configurator import columns, configure, describe
 from system.errors import UserError
 
 
@@ -410,3 +410,9 @@ def test_windows_gets_one_line_that_names_wsl2():
     )
     [line] = {*done.stderr.splitlines()}
     assert line.startswith("error: Windows lacks") and "WSL2" in line
+
+
+def test_a_terminal_may_be_narrow(monkeypatch):
+    """Comments begin at column 28, which leaves them no width in a terminal of as many."""
+    monkeypatch.setenv("COLUMNS", "28")
+    assert "--out_dir" in describe(settings.Config, "", columns())

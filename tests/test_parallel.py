@@ -77,7 +77,7 @@ def alone(data_dir, tmp_path_factory):
 SHORT = dict(
     max_steps=6, batch_tokens=256, batch_size=2, eval_interval=3, eval_tokens=256, save_interval=3
 )
-SHORT |= dict(keep_last=9, norms_interval=2)
+SHORT |= dict(keep_last=9)
 # dropout is off: ranks draw their own
 SHARDED = dict(eval_interval=6, save_interval=4, keep_last=9, batch_size=2)
 TINY = "--n_layer=2 --n_head=4 --n_embd=256 --vocab_size=64 --batch_size=1 --block_size=16".split()
