@@ -219,7 +219,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch each; auto: if it gains
+    cuda_graph: bool = False  # ddp: a micro-step is one launch, for small ones and slow hosts
     ops: Literal["auto", "torch", "fused"] = "auto"  # fast/'s fused kernels, or plain PyTorch
     deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; always on CPUs
     # Several GPUs

@@ -191,7 +191,7 @@ def refuse_edits(cfg, analysis):
     if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
         why = "which model.py's attention does not call: see docs/experiment.md"
         raise UserError(f"document_mask and context_parallel go around attn.core, {why}")
-    if cfg.cuda_graph is True and analysis.unsaved:
+    if cfg.cuda_graph and analysis.unsaved:
         why = "is kept from call to call, which a replay does not run; make it a buffer"
         raise UserError(f"cuda_graph=True: {analysis.unsaved[0]} {why}")
     if cfg.remat == "none":
@@ -280,16 +280,13 @@ def static_shapes_in_training(model, *_):
     torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
 
-def choose_graph(cfg, world, micro_step, model, analysis):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary).
-
-    scale/cuda_graph.py captures the graph.
-    """
+def choose_graph(cfg, micro_step, model):
+    """The micro-step as a CUDA graph, or None as it is set."""
     if not cfg.cuda_graph:
-        return None, []
-    from scale import cuda_graph  # a file that `import train` need not load
+        return None
+    from scale.cuda_graph import GraphedMicroStep  # a file that `import train` need not load
 
-    return cuda_graph.choose(cfg, world, micro_step, model, analysis.unsaved)
+    return GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
 
 
 def wrap(model, cfg, world, analysis, optimizer):

@@ -52,7 +52,7 @@ def estimate(cfg, ranks):
     elif cfg.offload_states and cfg.parallel == "hsdp":
         # added up on the GPU until the last micro-step
         backward["gradients"] = reduced_bytes(cfg) * total / shards
-    elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph is True):
+    elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
     backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
