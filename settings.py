@@ -454,8 +454,6 @@ def shape_conflicts(cfg, ranks):
     N = cfg.context_parallel
     D = cfg.head_size
     found = []
-    if cfg.remat == "attention" and D % 8:
-        found.append(f"remat=attention needs head_dim={D} to be a multiple of 8; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
         found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):

@@ -227,7 +227,7 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.document_mask:
         documents.apply(model, eot)
     if cfg.remat != "none":
-        activation_checkpointing.apply(model, cfg, world.device.type)
+        activation_checkpointing.apply(model, cfg)
     if cfg.context_parallel > 1:
         context_parallel.apply(model, cfg, world)
     if cfg.compile:

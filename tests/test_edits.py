@@ -590,11 +590,6 @@ def test_sampling_of_an_edited_definition(edit, monkeypatch):
     )
 
 
-def test_remat_of_attention_refuses_an_edited_one():
-    with pytest.raises(UserError, match="kernels.attention was edited; try --remat=block"):
-        steps("attention", **ATTENTION)
-
-
 OPERATOR = """
 import torch
 
