@@ -45,16 +45,12 @@ def choose(cfg, device):
     free = parallel.gather_objects(free_memory(cfg, device))
     ranks = len(free)
     least = None if None in free else min(free)
-    if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
-        rows, why = memory.choose_batch(cfg, ranks, least)
+    cfg, chosen = memory.choose(cfg, ranks, least)
+    reasons |= chosen
+    if "batch_size" in reasons:
         parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
         if forms.edits or parameters != memory.total_and_block_parameters(cfg)[0]:
-            why += "; what an edit of model.py or kernels.py takes is not counted"
-        reasons["batch_size"] = why
-        cfg = dataclasses.replace(cfg, batch_size=rows)
-    if cfg.remat_every == "auto":
-        every, reasons["remat_every"] = memory.choose_remat(cfg, ranks, least)
-        cfg = dataclasses.replace(cfg, remat_every=every)
+            reasons["batch_size"] += "; what an edit of model.py or kernels.py takes is not counted"
     shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
     return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
 

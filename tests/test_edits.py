@@ -40,7 +40,6 @@ from run.flops import ModelAnalysis
 from scale import activation_checkpointing, context_parallel, documents, memory, parallel
 from scale.shards import copy_into
 from settings import Config
-from system.errors import UserError
 
 pytestmark = [pytest.mark.device, runs_kernels]
 
