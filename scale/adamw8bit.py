@@ -64,15 +64,13 @@ class AdamW8bit(torch.optim.Optimizer):
         if self.found_inf:  # as in torch.optim.AdamW, but the host waits for it
             return
         for group in self.param_groups:
-            small = []
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if is_coded(p):
                     self.update_coded(p, self.state[p], group)
                 else:
-                    small.append(p)
-            self.update_small(small, group)
+                    update_small(p, self.state[p], group)
 
     def update_coded(self, p, state, group):
         state["step"] += 1
@@ -93,29 +91,28 @@ class AdamW8bit(torch.optim.Optimizer):
             if grouped.numel() > x.numel():  # a padded copy
                 x.copy_(grouped.view(len(x), -1)[:, : x.size(1)])
 
-    def update_small(self, parameters, group):
-        """PyTorch's own AdamW, with float32 moments."""
-        states = [self.state[p] for p in parameters]
-        weights = [local(state.get("master", p)) for p, state in zip(parameters, states)]
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights,
-            grads=[local(p.grad).float() for p in parameters],
-            exp_avgs=[local(state["exp_avg"]) for state in states],
-            exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
-            max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-        for p, state, weight in zip(parameters, states, weights):
-            if "master" in state:
-                local(p).copy_(weight)
+
+def update_small(p, state, group):
+    """PyTorch's own AdamW, with float32 moments."""
+    weight = local(state.get("master", p))
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        grads=[local(p.grad).float()],
+        exp_avgs=[local(state["exp_avg"])],
+        exp_avg_sqs=[local(state["exp_avg_sq"])],
+        max_exp_avg_sqs=[],
+        state_steps=[state["step"]],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+    if "master" in state:
+        local(p).copy_(weight)
 
 
 def is_coded(p):
