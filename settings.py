@@ -218,7 +218,7 @@ class Config(GPTConfig):
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch each; auto: if it gains
+    cuda_graph: bool = False  # ddp: a micro-step is one launch, for small ones and slow hosts
     ops: Literal["auto", "torch", "fused"] = "auto"  # fast/'s fused kernels, or plain PyTorch
     deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; always on CPUs
     # Several GPUs
@@ -465,8 +465,6 @@ def shape_conflicts(cfg, ranks):
     N = cfg.context_parallel
     D = cfg.head_size
     found = []
-    if cfg.remat == "attention" and D % 8:
-        found.append(f"remat=attention needs head_dim={D} to be a multiple of 8; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
         found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):

@@ -86,11 +86,11 @@ class Training:
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
-        self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model, self.analysis)
+        self.rows = []  # of the start-up summary
+        self.graph = choose_graph(cfg, self.micro_step, model)
         if self.graph is None:
             other = optim.unknown(self.state.optimizer)
-            self.model, rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
-            self.rows += rows
+            self.model, self.rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""

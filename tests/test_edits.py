@@ -40,7 +40,6 @@ from run.flops import ModelAnalysis
 from scale import activation_checkpointing, context_parallel, documents, memory, parallel
 from scale.shards import copy_into
 from settings import Config
-from system.errors import UserError
 
 pytestmark = [pytest.mark.device, runs_kernels]
 
@@ -588,11 +587,6 @@ def test_sampling_of_an_edited_definition(edit, monkeypatch):
         "cap",
         "LayerNorm",
     )
-
-
-def test_remat_of_attention_refuses_an_edited_one():
-    with pytest.raises(UserError, match="kernels.attention was edited; try --remat=block"):
-        steps("attention", **ATTENTION)
 
 
 OPERATOR = """
