@@ -105,7 +105,7 @@ def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announc
     ids = torch.tensor([[104], [105], [256], [33]])
     asked = []
     monkeypatch.setattr(
-        sampling, "steps", lambda _, x, **__: asked.append(x[0].tolist()) or iter(ids)
+        sampling, "steps", lambda _, x, *__: asked.append(x[0].tolist()) or iter(ids)
     )
     monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
     for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
@@ -181,7 +181,7 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nthere\n"))
     sample.main(sample.Config(**options))
     out = capsys.readouterr().out
-    assert out.startswith(first) and "12 tokens in " in out
+    assert out.startswith(first)
     assert asked[-1] == said("hi", first[:-1], "there")
 
 
