@@ -442,11 +442,12 @@ def open_hf(name):
     ours = {}
     for name, part in parts.items():
         ours.setdefault(part.ours, []).append(in_layout(name, theirs[name]))
-    return SavedModel({name: Stacked(tensors) for name, tensors in ours.items()}, cfg, cfg.tokenizer)
+    tensors = {name: Stacked(own) for name, own in ours.items()}
+    return SavedModel(tensors, cfg, cfg.tokenizer)
 
 
 class Stacked:
-    """The rows of several tensors, in the widest of their dtypes; read where [a:b] or [...] asks."""
+    """The rows of several tensors, in the widest of their dtypes; [a:b] or [...] reads them."""
 
     def __init__(self, tensors):
         import torch

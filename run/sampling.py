@@ -6,12 +6,10 @@ token it proves itself on a narrow copy of the model, or is left out. On a GPU t
 step is one CUDA graph.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,7 @@ import model as models
 from fast import forms
 from kernels import BACKENDS
 from scale import context_parallel, generators, parallel
+from scale.cuda_graph import waits
 from system.errors import UserError, is_rank_0, say, warn
 
 TRIAL_TOKENS = 64  # on which a KV cache proves itself
@@ -96,46 +95,36 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 
 
 @torch.no_grad()
-def steps(
-    model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, lengths=None
-):
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
     """Yields the next id of each row of ids (B, T) int64, (B,) on the host, max_new_tokens times.
 
-    cached: True, a KVCache, or None or False for none. lengths: (B,) int64, of the rows in ids;
-    None: all T. The first step is then behind the shortest row, and yields of the longer ones their
-    own ids, until their ends.
-
-    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a
-    window of one width: a compiled model sees one shape, and causal attention does not see the
-    zeros on its right.
+    cached: True, a KVCache, or None or False for none. Beyond block_size tokens, or without a
+    cache, a step computes the last block_size tokens in a window of one width: a compiled model
+    sees one shape, and causal attention does not see the zeros on its right.
     """
     T = ids.size(1)
     limit = model.cfg.block_size
-    known = T if lengths is None else int(lengths.min())  # tokens of the shortest row
     total = T + max_new_tokens
     width = min(limit, math.ceil(total / 64) * 64)
     text = F.pad(ids, (0, max(total, width) - T))
     generator = torch.Generator(ids.device).manual_seed(seed)
     if cached is True:
         cached = make_cache(model, ids[0, 0].item())
-    if cached and known <= limit:
-        cached.prefill(ids[:, : known - 1], room=min(total, limit))
+    if cached and T <= limit:
+        cached.prefill(ids[:, :-1], room=min(total, limit))
     before = None
-    for end in range(known, total):
+    for end in range(T, total):
         if cached and end <= limit:
             logits = cached.step(text[:, end - 1], end - 1)
         else:
             begin = max(0, end - width)
             last = torch.tensor([end - begin - 1], device=ids.device)
             logits = model.logits(text[:, begin : begin + width], last)[:, 0]  # (B, V)
-        new = draw_token(logits, temperature, top_k, generator)
-        if lengths is not None:
-            new = torch.where(end < lengths, text[:, end], new)
-        text[:, end] = new
-        later = parallel.Later(new)
+        text[:, end] = draw_token(logits, temperature, top_k, generator)
+        new = parallel.Later(text[:, end])
         if before:  # a GPU has begun this step when the host waits for the one before
             yield torch.tensor(before.get())
-        before = later
+        before = new
     if before:
         yield torch.tensor(before.get())
 
@@ -242,18 +231,10 @@ class KVCache:
             self.forward(ids, torch.arange(T, device=ids.device))
 
     def capture(self):
-        """Makes a step one CUDA graph, unless it waits for the GPU, as with .item().
-
-        It is launched first, which compiles and allocates all.
-        """
-        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self.forward(self.ids, self.position)
-        except RuntimeError as error:
-            return without("a CUDA graph", str(error).partition("\n")[0])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        """Makes a step one CUDA graph, unless it waits for the GPU, as with .item()."""
+        # it is launched first, which compiles and allocates all
+        if why := waits(self.forward, self.ids, self.position):
+            return without("a CUDA graph", why)
         self.graph = torch.cuda.CUDAGraph()
         # not "global", since a run has other threads
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
@@ -271,17 +252,12 @@ class KVCache:
     def forward(self, ids, positions):
         """(B, T) ids at positions (T,) -> the logits behind the last, (B, V)."""
         self.calls = 0  # of attentions; a block may be used several times
-        with self.in_place_of_cores(positions), torch.compiler.set_stance("force_eager"):
-            return self.model.logits(ids, slice(-1, None), positions)[:, 0]
-
-    @contextlib.contextmanager
-    def in_place_of_cores(self, positions):
-        """Within it `attend` stands for each attn.core."""
         before = [vars(module).get("core") for module in self.attentions]
-        for module in self.attentions:
-            module.core = functools.partial(self.attend, positions, module.core)
         try:
-            yield
+            for module in self.attentions:
+                module.core = functools.partial(self.attend, positions, module.core)
+            with torch.compiler.set_stance("force_eager"):
+                return self.model.logits(ids, slice(-1, None), positions)[:, 0]
         finally:
             for module, core in zip(self.attentions, before):
                 if core is None:  # it was its class's

@@ -51,26 +51,6 @@ def test_tokens_are_those_without_a_cache(changes, B, T, new):
         assert torch.equal(found, sampling.generate(model, ids, new, **options, cached=False))
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama_grouped"])
-def test_rows_of_other_lengths_go_on_from_their_own_ends(name, cached):
-    """With one cache, for two such batches and for one of rows of the same length."""
-    model, lengths, new = random_model(**MODELS[name]), [9, 3, 6], 12
-    cache = sampling.make_cache(model, 0) if cached else None
-    for whole in (prompt(3, 9), prompt(3, 9).flip(1)):
-        ids = whole.clone()
-        for row, length in zip(ids, lengths):
-            row[length:] = 99  # what stands there is not read
-        options = dict(temperature=0, cached=cache, lengths=torch.tensor(lengths))
-        found = torch.stack(list(sampling.steps(model, ids, new, **options)), 1)
-        assert found.shape == (3, 9 - 3 + new)
-        for row, own, length in zip(whole, found, lengths):
-            alone = sampling.generate(model, row[None, :length], new, 0, cached=False)[0]
-            assert torch.equal(own[: length - 3 + new], alone[3:])
-    expected = sampling.generate(model, whole, 4, 0, cached=False)
-    assert torch.equal(sampling.generate(model, whole, 4, 0, cached=cache), expected)
-
-
 @models
 @pytest.mark.parametrize(
     "device, dtype, bound",
@@ -191,19 +171,20 @@ def test_top_k_and_temperature():
     assert sampling.draw_token(logits, 1e-30, None, generator).eq(1).all()
 
 
-def test_text_comes_in_pieces_of_whole_characters(monkeypatch, capsys):
-    tok, text, said = tokenizer.load("bytes"), "naïve 東京 🙂!", []
+def test_text_comes_in_pieces_of_whole_characters(monkeypatch):
+    text = "naïve 東京 🙂!"
+    said = []
     monkeypatch.setattr(sampling, "say", lambda words, end: said.append(words + end))
-    for shown, new, pieces in (
-        (b"na", text.encode()[2:], ["na", *text[2:], "\n"]),
-        (b"A", bytes([0xE6, 0x9D]), ["A", "\ufffd\n"]),  # shown at the end
-    ):
-        columns = [torch.tensor([i]) for i in new]
-        monkeypatch.setattr(sampling, "steps", lambda *_: iter(columns))
-        printer = sampling.Printer(random_model(), tok, Config(cache=False))
-        assert printer([256], 0, list(shown)) == list(new)
-        assert [piece for piece in said if piece] == pieces
+    printer = sampling.Printer(random_model(), tokenizer.load("bytes"), Config(cache=False))
+
+    def print_bytes(shown, new):
+        monkeypatch.setattr(sampling, "steps", lambda *_: (torch.tensor([i]) for i in new))
         said.clear()
+        assert printer([256], 0, list(shown)) == list(new)
+        return [piece for piece in said if piece]
+
+    assert print_bytes(b"na", text.encode()[2:]) == ["na", *text[2:], "\n"]
+    assert print_bytes(b"A", bytes([0xE6, 0x9D])) == ["A", "\ufffd\n"]  # at the end
 
 
 @GPU
