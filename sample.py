@@ -71,15 +71,13 @@ def print_samples(printer, ids, shown, world):
     began = time.perf_counter()
     tokens = 0
     for first in range(0, cfg.n_samples, world.size):
-        number = first + world.rank
-        own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
+        own = printer(ids, cfg.seed + first + world.rank, shown)
         rows = parallel.gather_objects(own)[: cfg.n_samples - first]
         tokens += sum(map(len, rows))
         if world.main:
             say("-" * 80)
-            texts = [printer.tokenizer.decode(shown + row) for row in rows[1:]]
-            for text in texts:
-                say(text, "-" * 80, sep="\n")
+            for row in rows[1:]:
+                say(printer.tokenizer.decode(shown + row), "-" * 80, sep="\n")
     seconds = time.perf_counter() - began
     if world.main:
         say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")

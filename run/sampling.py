@@ -27,13 +27,15 @@ MARKS = 8  # channels of a key that say whether there is one: as many as flash a
 NO_KEY = -1e4  # in these channels: the softmax of such a key is zero
 
 
-def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n strings that continue `prompt`, and include it; each ends at the end of its document."""
-    ids = torch.tensor(
-        [[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model)
-    )
+def texts(model, tokenizer, prompt, n, **options):
+    """n strings that continue `prompt`, and include it; each ends at the end of its document.
+
+    options: of `generate`.
+    """
+    row = [tokenizer.eot, *tokenizer.encode(prompt)]
+    ids = torch.tensor([row] * n, device=parallel.device_of(model))
     found = []
-    for row in generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist():
+    for row in generate(model, ids, **options)[:, 1:].tolist():
         found.append(tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)))
     return found
 
@@ -48,27 +50,27 @@ class Printer:
         self.model, self.tokenizer, self.cfg = model, tokenizer, cfg
         self.cache = make_cache(model, tokenizer.eot) if cfg.cache else None  # for all texts
 
-    def __call__(self, ids, seed, shown=(), wanted=True):
+    def __call__(self, ids, seed, shown=()):
         """Prints the text of the ids `shown` and of those that continue the list `ids`.
 
-        Returns the new ids. A divided model's ranks go on together, also those whose text is not
-        `wanted`.
+        Returns the new ids. The ranks of a divided model go on until all their texts have ended.
         """
         cfg = self.cfg
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         options = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed, self.cache)
         new = []
+        going_on = True
         printed = self.show(shown)
         for column in steps(self.model, idx, *options):
             if cfg.stop and column.item() in self.tokenizer.ends:
-                wanted = False
-            if wanted:
+                going_on = False
+            if going_on:
                 new.append(column.item())
                 printed = self.show([*shown, *new], printed)
-            going_on = wanted
+            any_goes_on = going_on
             if parallel.units(self.model):
-                going_on = parallel.sum_over_ranks(idx.new_tensor(int(wanted)))
-            if not going_on:
+                any_goes_on = parallel.sum_over_ranks(idx.new_tensor(int(going_on)))
+            if not any_goes_on:
                 break
         self.show([*shown, *new], printed, end="\n")
         return new
@@ -152,7 +154,7 @@ def make_cache(model, separator):
     """
     try:
         cache = KVCache(model)
-        with generators.preserved(cache.device), torch.autocast("cpu", enabled=False):
+        with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
             error = error_of_cache(narrow_copy(model.cfg), separator)
     except Exception as error:  # of any type: an edit's
         why = error if isinstance(error, UserError) else repr(error)
@@ -167,9 +169,16 @@ def narrow_copy(cfg):
 
     They are float32, and not zero where initial weights may be.
     """
-    narrow = dict(n_layer=min(32, cfg.n_layer), n_embd=8 * cfg.n_head, head_dim=8)
-    narrow |= dict(n_hidden=16 * cfg.n_head, attention="math", dropout=0.0)
-    small = models.build(dataclasses.replace(cfg, **narrow), torch.device("cpu"), seed=0)
+    narrow = dataclasses.replace(
+        cfg,
+        n_layer=min(32, cfg.n_layer),
+        n_embd=8 * cfg.n_head,
+        head_dim=8,
+        n_hidden=16 * cfg.n_head,
+        attention="math",
+        dropout=0.0,
+    )
+    small = models.build(narrow, torch.device("cpu"), seed=0)
     for parameter in small.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     return small.eval()
@@ -184,7 +193,7 @@ def error_of_cache(model, separator):
     expected = model.logits(ids)[:, first:]
     cache = KVCache(model)
     cache.prefill(ids[:, :first], room=T)
-    found = [cache.step(ids[:, t], t).clone() for t in range(first, T)]
+    found = [cache.step(ids[:, t], t) for t in range(first, T)]
     return (torch.stack(found, 1) - expected).std() / expected.std()
 
 
@@ -205,7 +214,6 @@ class KVCache:
             raise UserError(forms.edits["attention"])
         self.model = model
         self.attentions = context_parallel.attentions(model, "a KV cache")
-        self.device = parallel.device_of(model)
         self.ids = torch.empty(0, 1)  # (B, 1), what a step reads
         self.room = 0  # tokens
 

@@ -258,14 +258,13 @@ def test_a_tied_model_of_which_the_head_alone_was_saved(make, tmp_path):
 
 
 @pytest.mark.fault(113)
-@pytest.mark.parametrize("wide", ["q_proj v_proj", "up_proj", "k_proj", "norm embed"])
-def test_weights_of_several_dtypes_are_loaded(wide, tmp_path):
+def test_weights_of_several_dtypes_are_loaded(tmp_path):
     """As after training with adapters: some matrices are float32 beside bf16."""
     saved(llama().bfloat16(), tmp_path)
 
     def widen(tensors):
         for name in tensors:
-            if any(word in name for word in wide.split()):
+            if any(word in name for word in ("q_proj", "v_proj", "up_proj", "norm", "embed")):
                 tensors[name] = tensors[name].float() * (1 + 1e-3)  # which bf16 does not hold
 
     same_logits(edit_tensors(tmp_path, widen))
