@@ -146,22 +146,30 @@ def draw_token(logits, temperature, top_k, generator):
     return (logits / temperature - noise).argmax(-1)
 
 
-@torch.no_grad()
 def make_cache(model, separator):
     """A KVCache; None, with a warning, where it does not hold for this model.py.
 
     separator: an id that is among those of the proof, since an edit may count from it on.
     """
+    if why := objection(model, separator):
+        return without("a KV cache", why)
+    return KVCache(model)
+
+
+@functools.lru_cache(1)  # of the last model: it proves itself once
+@torch.no_grad()
+def objection(model, separator):
+    """Why no cache holds for a model, or None."""
     try:
-        cache = KVCache(model)
+        KVCache(model)
         with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
-            error = error_of_cache(narrow_copy(model.cfg), separator)
+            difference = error_of_cache(narrow_copy(model.cfg), separator)
+    except UserError as error:
+        return str(error)
     except Exception as error:  # of any type: an edit's
-        why = error if isinstance(error, UserError) else repr(error)
-        return without("a KV cache", str(why))
-    if error < 1e-4:  # rounding makes 1e-6
-        return cache
-    return without("a KV cache", "model.py mixes tokens outside of attn.core")
+        return repr(error)
+    if not difference < 1e-4:  # rounding makes 1e-6
+        return "model.py mixes tokens outside of attn.core"
 
 
 def narrow_copy(cfg):
