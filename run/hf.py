@@ -316,7 +316,7 @@ def parts_of(model, may_have_more=False):
     family = family_of(cfg)
     own = model.state_dict()
     if cfg.tie_embeddings:
-        del own["head.weight"]
+        own.pop("head.weight", None)
     parts = {}
     edited = []
     for theirs, ours in modules_of(cfg, family):
@@ -402,8 +402,6 @@ def open_tensors(folder, family):
             tensors[full] = file.get_tensor(name)
             if str(tensors[full].dtype) not in DTYPES:
                 raise UserError(f"{path}: {full} is {tensors[full].dtype}: quantized")
-    if HEAD in tensors:  # which may be the only copy of both
-        tensors.setdefault(family.embedding, tensors[HEAD])
     return tensors
 
 
@@ -412,7 +410,7 @@ def has_own_head(theirs, family):
 
     transformers then uses both, also where config.json says that they are tied.
     """
-    if HEAD not in theirs:
+    if not {HEAD, family.embedding} <= theirs.keys():
         return False
     embedding = theirs[family.embedding]
     head = theirs[HEAD]
@@ -426,9 +424,10 @@ def open_hf(name):
 
     folder = fetch(name)
     cfg = read_config(folder)
-    theirs = open_tensors(folder, family_of(cfg))
-    if cfg.tie_embeddings:
-        theirs.pop(HEAD, None)
+    family = family_of(cfg)
+    theirs = open_tensors(folder, family)
+    if cfg.tie_embeddings and HEAD in theirs:
+        theirs.setdefault(family.embedding, theirs.pop(HEAD))  # it may be the only copy
     parts = parts_of(on_meta(cfg), may_have_more=True)
     wrong = []
     for name in sorted(parts.keys() | theirs.keys()):

@@ -255,6 +255,8 @@ def test_a_tied_model_of_which_the_head_alone_was_saved(make, tmp_path):
     rename = lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING[make])})
     assert same_logits(edit_tensors(tmp_path, rename)).tie_embeddings is True
     assert torch.equal(load(tmp_path)[0].wte.weight, expected.wte.weight)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    refused(lambda: load(tmp_path), f"{EMBEDDING[make]} is absent")
 
 
 @pytest.mark.fault(113)
