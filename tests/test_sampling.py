@@ -80,6 +80,7 @@ def test_one_cache_serves_texts_one_after_another():
     """Shorter and longer ones, and what a text before has left there is not seen."""
     model, ids = random_model(block_size=100), prompt(1, 35)
     cache = sampling.make_cache(model, 0)
+    assert cache is not None
     for seed, begins, more in ((0, 5, 4), (1, 30, 9), (2, 12, 3), (2, 3, 40)):
         options = dict(DRAWN, seed=seed)
         found = sampling.generate(model, ids[:, :begins], more, **options, cached=cache)
