@@ -12,7 +12,6 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 import array
 import bisect
 import contextlib
-import hashlib
 import itertools
 from dataclasses import dataclass
 
@@ -20,8 +19,8 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer
+from corpus.prefetch import in_background, prefetched
+from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
 from system import files
 
 
@@ -126,9 +125,11 @@ class TokenLoader:
         names = [one.folder for one in shards]
         self.fingerprint = fingerprint(names, self.split)
         self.validation = None
+        self.whole = None
         if self.split == "train":  # the same command is to validate on the same data
             with contextlib.suppress(DataError):  # a folder may have none
                 self.validation = fingerprint(names, "val")
+            self.whole = in_background(whole_digests, names)
         self._start_at(0)
 
     def _check(self, shards):
@@ -155,6 +156,8 @@ class TokenLoader:
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
+        if self.whole and self.whole.done():
+            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -255,13 +258,19 @@ class TokenLoader:
 
     def state_dict(self):
         """A run's position, after `rows` rows, and what tells other data from this."""
-        state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
-        state["block_size"] = self.T
+        state = {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "fingerprint": self.fingerprint,
+            "block_size": self.T,
+            "shuffle_seed": self.shuffle_seed,
+            "align_documents": self.align,
+            "shares": [rows.weight for rows in self.folders],
+        }
         if self.validation:
             state["validation"] = self.validation
-        state |= {"shuffle_seed": self.shuffle_seed, "align_documents": self.align}
-        if len(self.folders) > 1:
-            state["shares"] = [rows.weight for rows in self.folders]
+        if self.rows:  # so that nothing waits at the start for files to be read
+            state |= self.whole.result()
         return state
 
     def load_state_dict(self, state):
@@ -272,12 +281,13 @@ class TokenLoader:
         rows = state.get("rows")
         if not files.count(rows):
             raise DataError(f"the checkpoint has no position in shards of tokens: rows={rows!r}")
-        own = self.state_dict() | {"rows": rows}
-        if "validation" not in state:  # of an earlier version, or there was none
-            own.pop("validation", None)
-        if ":" not in str(state.get("fingerprint")):  # of an earlier version
-            own["fingerprint"] = self._fingerprint_of_names()
-        changed = [key for key in own if own[key] != state.get(key)]
+        self.rows = rows
+        changed = []
+        own = self.state_dict()
+        for key in own:
+            comparable = key in state or key not in ("validation", "whole_train", "whole_val")
+            if comparable and own[key] != state.get(key):
+                changed.append(key)
         if changed:
             differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)
             if not self.allow_data_change:
@@ -286,56 +296,11 @@ class TokenLoader:
                     "to go on with it anyway: --allow_data_change"
                 )
             self.warnings.append(
-                f"other data than before ({differ})" + self._goes_on(state, changed)
+                f"other data than before ({differ}): goes on at row {rows:,}; some rows may be "
+                "read again, others left out"
             )
         self.close()
         self._start_at(rows)
-
-    def _fingerprint_of_names(self):
-        """The fingerprint of earlier versions, of names and lengths."""
-        listing = ""
-        for rows in self.folders:
-            for path, tokens in zip(rows.shards.paths, rows.shards.shards):
-                listing += f"{path.name} {len(tokens)}\n"
-        return hashlib.sha256(listing.encode()).hexdigest()[:16]
-
-    def _goes_on(self, state, changed):
-        """Says what other data reads again and leaves out, where that is known.
-
-        changed: names in `state` whose values are now others.
-        """
-        changed = {*changed} - {"validation"}
-        if not changed:
-            return ""
-        rows = self.folders[0]
-        epoch, place = divmod(state["rows"], rows.per_epoch)
-        where = f"row {place:,} of {rows.per_epoch:,}"
-        what = "the rows before it are left out, and what was read before may come again"
-        if len(self.folders) > 1:
-            where = f"row {state['rows']:,} of the mixture"
-        elif changed == {"shuffle_seed"} and not self.align:
-            seeds = state.get("shuffle_seed"), self.shuffle_seed
-            # in a later epoch a run with a seed cuts other rows than one without
-            if epoch == 0 or None not in seeds:
-                what = read_and_left(rows, epoch, place, *seeds)
-        elif changed == {"block_size"} and self.shuffle_seed is None and not self.align:
-            before = state.get("block_size")
-            if files.count(before) and before < self.T:
-                what = f"{state['rows'] * (self.T - before):,} tokens are left out"
-            elif files.count(before):
-                what = f"{state['rows'] * (before - self.T):,} tokens are read again"
-        return f": goes on at {where}; {what}"
-
-
-def read_and_left(rows, epoch, place, before, now):
-    """In words, what the rest of an epoch, from a place on, reads again after a change of seed."""
-    read = rows.shuffle(epoch, before)[:place]
-    left = rows.shuffle(epoch, now)[place:]
-    again = np.intersect1d(read, left).size
-    return (
-        f"of the {len(left):,} left in this epoch {again:,} were read already, "
-        "and as many that were not are left out"
-    )
 
 
 class Repeated:

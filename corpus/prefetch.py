@@ -1,7 +1,8 @@
-"""Items that a thread makes ahead: a rank's batches, the texts of fineweb.py; without torch."""
+"""Work in threads: a rank's batches and fineweb.py's texts made ahead; without torch."""
 
 import collections
 import concurrent.futures
+import threading
 
 
 def prefetched(items, depth):
@@ -19,3 +20,17 @@ def prefetched(items, depth):
             yield item
     finally:
         pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
+
+
+def in_background(call, *args):
+    """The Future of call(*args), in a thread for which the end of the process does not wait."""
+    future = concurrent.futures.Future()
+
+    def work():
+        try:
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future

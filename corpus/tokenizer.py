@@ -37,6 +37,7 @@ HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
+LONG = 1 << 22  # characters that are encoded at once: libraries return 36 bytes and more a token
 PROBE = (
     "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
     "🙂\u00a0DON'T\r\n x = f(y)  \n"
@@ -66,17 +67,24 @@ class Tokenizer:
         return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text.
+        """An array of ids (self.dtype) for each text; long ones are encoded in parts.
 
         A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
         """
+        found = [[] for _ in texts]
+        for batch in batched(numbered_parts(texts), lambda item: len(item[1])):
+            rows = self._encode_some([part for _, part in batch])
+            for (number, _), row in zip(batch, rows):
+                found[number].append(np.asarray(row, self.dtype))
+        return [np.concatenate(rows) for rows in found]
+
+    def _encode_some(self, texts):
         with as_user_error(f"tokenizer={self.name} fails"):
             try:
-                rows = self.encoder(texts)
+                return self.encoder(texts)
             # gigatoken and tokenizers raise TypeError for a surrogate
             except (UnicodeError, TypeError):
-                rows = self.encoder([without_surrogates(text) for text in texts])
-        return [np.asarray(row, self.dtype) for row in rows]
+                return self.encoder([without_surrogates(text) for text in texts])
 
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
@@ -96,6 +104,50 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
+
+
+def batched(items, size_of):
+    """Yields lists of items that follow one another: up to 256, of up to LONG characters or one."""
+    batch = []
+    size = 0
+    for item in items:
+        if batch and (len(batch) == 256 or size + size_of(item) > LONG):
+            yield batch
+            batch = []
+            size = 0
+        batch.append(item)
+        size += size_of(item)
+    if batch:
+        yield batch
+
+
+def numbered_parts(texts):
+    """Yields (number of the text, part of it) for parts of at most LONG characters."""
+    for number, text in enumerate(texts):
+        for part in parts([text]):
+            yield number, part
+
+
+def parts(chunks):
+    """Yields a text, given in chunks, in parts of at most LONG characters.
+
+    They end where a blank follows a letter or digit, since encodings split a text there; in the
+    absence of that anywhere.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        begin = 0
+        while len(text) - begin > LONG:
+            end = begin + LONG
+            for place in range(end, end - LONG // 8, -1):
+                if text[place].isspace() and text[place - 1].isalnum():
+                    end = place
+                    break
+            yield text[begin:end]
+            begin = end
+        text = text[begin:]
+    yield text
 
 
 class Tiktoken(Tokenizer):
@@ -366,9 +418,6 @@ def llama3(name, data):
         return Tiktoken(name, tiktoken.Encoding(name, **parts), LLAMA3_PATTERN)
 
 
-warn_once = functools.cache(warn)  # not at each checkpoint
-
-
 @functools.lru_cache(4)
 def is_one(path, changed):
     """Whether a file can be parsed as a tokenizer's.
@@ -376,12 +425,7 @@ def is_one(path, changed):
     changed: when it was written, for the cache.
     """
     try:
-        with as_user_error(f"{path} is no tokenizer"):
-            data = path.read_bytes()
-            if path.suffix == ".model":
-                llama3(str(path), data)
-            else:
-                Inner.from_str(data.decode())
+        read(str(path))
     except UserError as error:
         warn(f"{error}; it is not copied")
         return False
@@ -389,42 +433,34 @@ def is_one(path, changed):
 
 
 def beside(folder):
-    """Paths of the files that go with a folder's tokenizer and may be copied.
+    """Paths of the files that go with a folder's tokenizer and may be copied."""
+    found = [file_beside(folder, name) for name in BESIDE]
+    return [path for path in found if path]
 
-    Links out of the folder may not.
+
+def file_beside(folder, name):
+    """The path of a file in a folder; None without one.
+
+    A link out of the folder counts as none: a stranger's may name any file of this machine. But a
+    hub's cache consists of links, into its own blobs/.
     """
-    found = []
-    for path in (Path(folder, name) for name in BESIDE):
-        if path.is_file() and leads_out(path):
-            warn_once(f"{path} is a link out of its folder; it is not copied")
-        elif path.is_file():
-            found.append(path)
-    return found
-
-
-def leads_out(path):
-    """Whether a file is a link out of its folder, but to the blobs/ of a hub's cache."""
+    if folder is None or not Path(folder, name).is_file():
+        return None
+    path = Path(folder, name)
     to = path.resolve().parent
-    in_cache = to.name == "blobs" and to.parent.name.startswith(("models--", "datasets--"))
-    return to != path.parent.resolve() and not in_cache
+    if to != path.parent.resolve() and to.name != "blobs":
+        warn_once(f"{path} is a link out of its folder; it is left out")
+        return None
+    return path
 
 
-def refuse_link(path):
-    """Raises UserError for a link that `leads_out`.
-
-    A stranger's link may name any file of this machine.
-    """
-    if leads_out(path):
-        raise UserError(f"{path} is a link out of its folder; put the file itself there")
+warn_once = functools.cache(warn)  # not at each checkpoint
 
 
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
-    if folder is None or not Path(folder, name).is_file():
-        return {}
-    path = Path(folder, name)
-    refuse_link(path)
-    return read_json(path, form={})
+    path = file_beside(folder, name)
+    return read_json(path, form={}) if path else {}
 
 
 def special_tokens(folder):
@@ -451,11 +487,6 @@ def add_tokens(inner, folder):
     if listed is None:  # older files
         listed = {}
         files = read_beside(folder, "special_tokens_map.json") | files
-        for token, i in read_beside(folder, "added_tokens.json").items():
-            if inner.token_to_id(token) != i:
-                raise ValueError(
-                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
-                )
     tokens = [added_token(listed[i]) for i in sorted(listed, key=int)]
     known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
     named = [v for key, v in files.items() if key.endswith("_token") and isinstance(v, str | dict)]
