@@ -235,7 +235,7 @@ def carries_loss(message):
 
 
 def normalized(messages):
-    """[{"role": ..., "content": ...}, ...] of messages, also of ShareGPT's; DataError for others."""
+    """[{"role": ..., "content": ...}, ...] of messages, ShareGPT's too; DataError for others."""
     found = []
     for given in messages if isinstance(messages, list) else [messages]:
         if not isinstance(given, dict):

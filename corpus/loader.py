@@ -9,8 +9,6 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 `next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
-import array
-import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass
@@ -27,30 +25,21 @@ from system import files
 class FolderRows:
     """The rows of T + 1 tokens of a folder's split, in the order in which a run reads them.
 
-    Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
-    that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
+    Row w of an epoch begins at token w*T; the last one wraps around. Rows that are shuffled, and
+    not packed, begin `shift` tokens later in each epoch.
     weight: how many rows of the mixture's period are this folder's.
     """
 
-    def __init__(self, shards, weight, T, shuffle_seed, align):
+    def __init__(self, shards, weight, T, shuffle_seed):
         self.shards = shards
         self.weight = weight
         self.T = T
         self.shuffle_seed = shuffle_seed
-        self.starts = range(0, shards.tokens, T)
-        if align:
-            self.starts = aligned_starts(shards.document_starts(), shards.tokens, T)
-        self.per_epoch = len(self.starts)
+        self.per_epoch = -(-shards.tokens // T)
         self.shift = 0
-        if shuffle_seed is not None and not align and not shards.pack:
+        if shuffle_seed is not None and not shards.pack:
             self.shift = round(0.382 * T)  # each epoch cuts other rows (docs/modern.md)
         self.epoch = None  # whose order is kept
-
-    def shuffle(self, epoch, seed):
-        """The numbers of an epoch's rows in the order in which they are read."""
-        if seed is None:
-            return range(self.per_epoch)
-        return np.random.default_rng((seed, epoch)).permutation(self.per_epoch)
 
     def read(self, row):
         """(ids, whether each carries loss), each (T + 1,), of a row from the start of training.
@@ -59,26 +48,13 @@ class FolderRows:
         """
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
-            self.order = self.shuffle(epoch, self.shuffle_seed)
             self.epoch = epoch
-        start = int(self.starts[self.order[place]])
-        shift = epoch * self.shift % self.T
-        return self.shards.read(start + shift, self.T + 1)
-
-
-def aligned_starts(documents, tokens, T):
-    """The first tokens of an epoch's rows, which begin at documents where possible.
-
-    After p comes the last of `documents`, sorted positions, in (p, p+T], else p+T.
-    """
-    edges = [0, *documents.tolist(), tokens]
-    starts = array.array("q")
-    p = 0
-    while p < tokens:  # about 5 s for the 10M rows of 10B tokens
-        starts.append(p)
-        last = edges[bisect.bisect_right(edges, p + T) - 1]
-        p = last if last > p else p + T
-    return np.array(starts)
+            self.order = range(self.per_epoch)
+            if self.shuffle_seed is not None:
+                generator = np.random.default_rng((self.shuffle_seed, epoch))
+                self.order = generator.permutation(self.per_epoch)
+        start = int(self.order[place]) * self.T
+        return self.shards.read(start + epoch * self.shift % self.T, self.T + 1)
 
 
 @dataclass(eq=False)
@@ -101,18 +77,13 @@ class TokenLoader:
     batch_tokens: int = 0  # of a global batch, for which there must be enough
     allow_data_change: bool = False
     shuffle_seed: int | None = None
-    align: bool = False  # rows begin at documents
 
     def __post_init__(self):
         self.device = torch.empty(0, device=self.device).device  # with its index
         self.folders = []
         for folder, weight in mixture.folders(str(self.data_dir)):
             shards = Shards(folder, self.split, self.vocab_size)
-            if self.align and shards.eot is None:
-                raise DataError(
-                    f"align_documents needs the separator, and there is no {folder}/manifest.json"
-                )
-            self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed, self.align))
+            self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed))
         self.turns = mixture.turns([rows.weight for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
         self.tokens = sum(one.tokens for one in shards)
@@ -147,10 +118,9 @@ class TokenLoader:
                     f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py "
                     "--tokenizer"
                 )
-            if one.pack and (one.pack != self.T or self.align):
+            if one.pack and one.pack != self.T:
                 self.warnings.append(
-                    f"{one.folder} is packed for block_size={one.pack} without align_documents; "
-                    "others cut more documents"
+                    f"{one.folder} is packed for block_size={one.pack}; others cut more documents"
                 )
 
     def next(self):
@@ -264,7 +234,6 @@ class TokenLoader:
             "fingerprint": self.fingerprint,
             "block_size": self.T,
             "shuffle_seed": self.shuffle_seed,
-            "align_documents": self.align,
             "shares": [rows.weight for rows in self.folders],
         }
         if self.validation:

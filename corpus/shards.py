@@ -321,11 +321,6 @@ class Shards:
             count -= len(part)
         return np.concatenate(ids), np.concatenate(has_loss) if has_loss else None
 
-    def document_starts(self):
-        """The positions of all separators."""
-        found = [np.flatnonzero(shard == self.eot) for shard in self.shards]
-        return np.concatenate([starts + begin for starts, begin in zip(found, self.begins)])
-
 
 def tokenizer_of(folder, manifest):
     """The manifest's tokenizer, or the folder's own file where that is gone, as after a move."""

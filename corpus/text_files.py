@@ -306,7 +306,7 @@ def records(path, keys, tally):
 
 
 def text_parts(path, keys, tally):
-    """Yields a text file in parts, without a byte order mark, with U+FFFD for bytes not in UTF-8."""
+    """Yields a text file in parts, without a byte order mark; U+FFFD where it is not UTF-8."""
     replaced = False
     with as_user_error(f"{path} cannot be read", DataError):
         file, _ = opened(path, keys)
