@@ -38,6 +38,7 @@ HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
 LONG = 1 << 22  # characters that are encoded at once: libraries return 36 bytes and more a token
+BLANKS = re.compile(r"(?<=[^\W_])\s|(?<=\S) ")  # before which all encodings split a text
 PROBE = (
     "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
     "🙂\u00a0DON'T\r\n x = f(y)  \n"
@@ -131,8 +132,7 @@ def numbered_parts(texts):
 def parts(chunks):
     """Yields a text, given in chunks, in parts of at most LONG characters.
 
-    They end where a blank follows a letter or digit, since encodings split a text there; in the
-    absence of that anywhere.
+    They end at one of BLANKS, in the absence of that anywhere.
     """
     text = ""
     for chunk in chunks:
@@ -140,10 +140,8 @@ def parts(chunks):
         begin = 0
         while len(text) - begin > LONG:
             end = begin + LONG
-            for place in range(end, end - LONG // 8, -1):
-                if text[place].isspace() and text[place - 1].isalnum():
-                    end = place
-                    break
+            for found in BLANKS.finditer(text, end - LONG // 16, end):
+                end = found.start()
             yield text[begin:end]
             begin = end
         text = text[begin:]
@@ -499,10 +497,10 @@ def add_tokens(inner, folder):
         if token.content not in known:
             special[token.content] = token
     count = inner.add_tokens([*tokens, *special.values()])
-    for i, token in listed.items():
-        found = inner.token_to_id(token["content"])
-        if found != int(i):
-            raise ValueError(f"it gives {token['content']!r} the id {i}; it comes as {found}")
+    ids = {token["content"]: int(i) for i, token in listed.items()}
+    for token, i in (ids | read_beside(folder, "added_tokens.json")).items():
+        if inner.token_to_id(token) != i:
+            raise ValueError(f"{token!r} has the id {i}, and comes as {inner.token_to_id(token)}")
     return count
 
 
