@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
-from test_fineweb import contents, hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
+from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 import model as models
 import sample
@@ -89,7 +89,7 @@ def chatml(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
+def data(tmp_path_factory, chatml):
     """(folder of shards of the dialogues, the file of the dialogues)."""
     root = tmp_path_factory.mktemp("chats")
     lines = [

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from conftest import one_line
-from test_fineweb import contents, hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
+from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 from corpus import text_files, tokenizer
 from corpus.loader import DataError, TokenLoader
