@@ -42,6 +42,7 @@ from system.errors import refuse
 from system.files import Lock, patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
+MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
 READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 
 
@@ -55,7 +56,9 @@ class Config:
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on answers only
     streaming: bool = False  # of the hub: keep no copy; shuffle_seed shuffles within a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, tokenizer.model or .json
+    tokenizer: str = (
+        "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, a tokenizer.json or its folder
+    )
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
     val_tokens: int | None = None  # validation tokens; None: shard_tokens, of files 1%, a text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order
@@ -276,7 +279,7 @@ class Source:
             yield from batched(documents, lambda one: len(one.value or ""))
 
     def _parts(self, tally):
-        """The last tenth of a single text, for validation, then what precedes it in parts."""
+        """The end of a single text, for validation, then what precedes it in parts."""
         from corpus.tokenizer import parts
 
         (path,) = self.files
@@ -287,7 +290,7 @@ class Source:
         end = sum(map(len, read(0, float("inf"))))
         cut = end
         if self.cfg.val_tokens != 0:
-            cut = end * 9 // 10
+            cut = max(end * 9 // 10, end - MOST_HELD_OUT)
             yield Document(path, "".join(read(cut, end)))
         for part in parts(read(0, cut)):
             yield Document(path, part)

@@ -124,12 +124,10 @@ def local_files(dataset):
 
 def what_is_left_out(left_out):
     """Words about the files of folders that are not read. left_out: {suffix: number of them}."""
+    if not left_out:
+        return ""
     words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in left_out.most_common())
-    words = f"; left out of folders: {words}" if words else ""
-    for suffix in left_out:
-        if suffix in SUFFIXES:
-            return f"{words}; a glob reads more, as in 'FOLDER/**/*{suffix}'"
-    return words
+    return f"; left out of folders, for a glob as in 'FOLDER/**/*.md' to name: {words}"
 
 
 def files_in(folder, left_out):
@@ -217,43 +215,14 @@ def fields(record, keys):
     return values, record.get("tools")
 
 
-class Zstd(io.RawIOBase):
-    """The bytes of a .zst file of one frame or several, of any window of `zstd --long=31`."""
+def zstd_open(file):
+    """Reads several frames, and tells of one that is cut; a window has at most 128 MB."""
+    import pyarrow
 
-    def __init__(self, file):
-        self.chunks = zstd_chunks(file)
-        self.chunk = io.BytesIO()  # what is not yet read of one
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not (size := self.chunk.readinto(buffer)):
-            chunk = next(self.chunks, None)
-            if chunk is None:
-                return 0
-            self.chunk = io.BytesIO(chunk)
-        return size
+    return pyarrow.CompressedInputStream(file, "zstd")
 
 
-def zstd_chunks(file):
-    """Yields decompressed parts of a file; EOFError if it is cut, which zstandard does not tell."""
-    import zstandard  # where no such file is read it need not be installed
-
-    frame = None
-    while packed := file.read(1 << 14):  # which may become some hundred MB
-        while packed:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            yield frame.decompress(packed)
-            packed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame:
-        raise EOFError("it ends within a frame of zstd")
-
-
-COMPRESSED = {".zst": Zstd, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+COMPRESSED = {".zst": zstd_open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def opened(path, keys):

@@ -1,9 +1,8 @@
-"""Text to token ids and back: tiktoken's, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
+"""Text to token ids and back: tiktoken's encodings, a tokenizer.json, or bytes.
 
 "<|endoftext|>" in a document is plain text: `encode_special` alone parses special tokens.
 """
 
-import base64
 import functools
 import json
 import re
@@ -352,10 +351,7 @@ def read(name):
     if path and path.is_file():
         with as_user_error(f"tokenizer={name} cannot be read"):
             data = path.read_bytes()
-        if path.suffix == ".model":
-            tokenizer = llama3(name, data)
-        else:
-            tokenizer = HuggingFace(name, data, path.parent)
+        tokenizer = HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
         return tokenizer
     others = [other for other in VOCABULARIES if Path(name, other).is_file()]
@@ -366,8 +362,7 @@ def read(name):
         )
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
-        f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
-        "tokenizer.json, of that file, or of Llama 3's tokenizer.model"
+        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder"
     )
 
 
@@ -388,32 +383,7 @@ def file_of(name):
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
-    return path if path.suffix in (".json", ".model") else None
-
-
-def llama3(name, data):
-    """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's lack the 256 special tokens."""
-    reserved = [f"reserved_special_token_{i}" for i in range(251)]
-    names = [
-        "begin_of_text",
-        "end_of_text",
-        *reserved[:4],
-        "start_header_id",
-        "end_header_id",
-        reserved[4],
-    ]
-    names += ["eot_id", *reserved[5:]]
-    with as_user_error(
-        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece "
-        "model?); give its tokenizer.json instead"
-    ):
-        ranks = {}
-        for line in filter(None, data.splitlines()):
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
-        parts = dict(pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        return Tiktoken(name, tiktoken.Encoding(name, **parts), LLAMA3_PATTERN)
+    return path if path.suffix == ".json" else None
 
 
 @functools.lru_cache(4)

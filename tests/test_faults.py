@@ -458,7 +458,7 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     named = Config(**SMALL, tokenizer=str(secret))  # by a manifest, and never loaded
     saved = save_model(tmp_path / "named", model, named, 1)
     assert not (saved / "tokenizer.json").exists()
-    assert "secret.json is no tokenizer" in capsys.readouterr().err
+    assert "secret.json is not a tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.fault(62)

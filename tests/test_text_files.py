@@ -73,6 +73,13 @@ def test_a_kind_is_told_by_the_suffixes_in_any_case(tmp_path, name):
     assert read(tmp_path, tmp_path / name)[0] == read(tmp_path, tmp_path)[0] == ["one", "two"]
 
 
+def long_window(data):
+    """As zstd --long=28 writes it."""
+    own = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    write = zstandard.ZstdCompressor(compression_params=own).compressobj()
+    return write.compress(data) + write.flush()
+
+
 PNG = b"\x89PNG\r\n\x1a\n\0\0"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 BOM = b"\xef\xbb\xbf"
@@ -109,7 +116,8 @@ REFUSED = {
     "m.txt": (b"", {}, 3, "empty"),
     "n.txt": (BOM, {}, 3, "empty"),
     "o.jsonl": (line("") * 3, {}, 3, "empty"),
-    "p.txt.zst": (zstandard.compress(os.urandom(9000).hex().encode())[:5000], {}, 3, "frame"),
+    "p.txt.zst": (zstandard.compress(os.urandom(9000).hex().encode())[:5000], {}, 3, "Truncated"),
+    "p.jsonl.zst": (long_window(line("a")), {}, 3, "memory"),
     "q.txt.gz": (gzip.compress(os.urandom(900).hex().encode())[:500], {}, 3, "EOFError"),
     "r.txt": (LFS, {}, 3, "LFS"),
     "s.jsonl": (LFS, {}, 3, "LFS"),
@@ -134,7 +142,7 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
             read(tmp_path, path, skip_bad_documents=skip, **settings)
         assert name in one_line(error) and error.value.exit_code == code
     if code == 2:  # no hint that leads here
-        with pytest.raises(UserError, match=r"left out of folders: 1 [.a-z0-9]+$"):
+        with pytest.raises(UserError, match=r"left out of folders.*: 1 [.a-z0-9]+$"):
             read(tmp_path, tmp_path)
         with pytest.raises(UserError, match=word):
             read(tmp_path, f"{tmp_path}/*")
@@ -173,13 +181,10 @@ def test_a_path_that_exists_is_no_pattern_no_list_and_no_address(tmp_path):
     assert read(tmp_path, f"{tmp_path}/a.txt,{tmp_path}/b.txt")[0] == ["A", "B"]
 
 
-def test_zstd_with_a_long_window_and_of_several_frames(tmp_path):
-    """As zstd --long=31 writes it, and as pzstd does."""
-    own = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
-    write = zstandard.ZstdCompressor(compression_params=own).compressobj()
-    long = write.compress(line("long")) + write.flush()
-    written(tmp_path, x__jsonl__zst=long + zstandard.compress(line("next")))
-    assert read(tmp_path, tmp_path / "x.jsonl.zst")[0] == ["long", "next"]
+def test_zstd_of_several_frames(tmp_path):
+    """As pzstd writes it."""
+    written(tmp_path, x__jsonl__zst=zstandard.compress(line("a")) + zstandard.compress(line("b")))
+    assert read(tmp_path, tmp_path / "x.jsonl.zst")[0] == ["a", "b"]
 
 
 def one_bad_row(path):
@@ -218,7 +223,7 @@ def test_links_in_a_folder_are_left_out_and_circles_end(tmp_path):
     ).items():
         os.symlink(target, folder / f"{name}.txt")
     texts, told = read(tmp_path, folder)
-    assert texts == ["A", "B"] and "left out of folders: 3 links" in told
+    assert texts == ["A", "B"] and "3 links" in told
     assert read(tmp_path, folder / "file.txt")[0] == ["secret"], "by its name it is read"
 
 

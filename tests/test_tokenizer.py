@@ -1,6 +1,5 @@
 """tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
-import base64
 import errno
 import json
 import sys
@@ -134,27 +133,6 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monke
         assert "".join(cut) == text and max(map(len, cut)) <= size
         before, found, after = tok.encode_batch(["a", text, ""])
         assert found.tolist() == list(whole) and len(after) == 0 and tok.decode(before) == "a"
-
-
-@pytest.mark.gpt2
-def test_llama3_model_file(texts, tmp_path):
-    ranks = sorted(tiktoken.get_encoding("gpt2")._mergeable_ranks.items(), key=lambda item: item[1])
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks))
-    tok = tokenizer.load(str(path))
-    # Real Llama 3 has 128,000 ranks: <|begin_of_text|> is 128000, <|end_of_text|> 128001,
-    # <|eot_id|> 128009.
-    assert tok.vocab_size == len(ranks) + 256 and tok.eot == len(ranks)
-    assert tok.decode([tok.eot + 9, tok.eot + 255]) == "<|eot_id|><|reserved_special_token_250|>"
-    parts = dict(pat_str=tokenizer.LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
-    split = tiktoken.Encoding("x", **parts)
-    assert [ids.tolist() for ids in tok.encode_batch(texts)] == split.encode_ordinary_batch(texts)
-    assert tok.ends == {tok.eot, tok.eot + 1}  # begin_of_text, end_of_text
-    check_bytes(tok, texts)
-    check_json(tok, texts, tmp_path)
-    path.write_bytes(b"\x0a\x0esentencepiece\x00\x01\n")
-    with pytest.raises(UserError, match="SentencePiece"):
-        tokenizer.load(str(path))
 
 
 def test_tokenizer_json(small, texts):
