@@ -183,6 +183,9 @@ def _convert(cls, hints, name, value):
     by_default = getattr(cls, name, "") is None  # as in `name: str = None`
     if (by_default or types.NoneType in kinds) and str(value) == "None":
         return None
+    if isinstance(value, str) and not name.endswith("prompt"):
+        # the shell leaves --key=~/x as it is
+        value = re.sub("(^|[,:])~(?=/|$)", rf"\1{os.path.expanduser('~')}", value)
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _read(kind, value)

@@ -56,9 +56,7 @@ class Config:
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on answers only
     streaming: bool = False  # of the hub: keep no copy; shuffle_seed shuffles within a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
-    tokenizer: str = (
-        "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, a tokenizer.json or its folder
-    )
+    tokenizer: str = "gpt2"  # gpt2, a tiktoken encoding, bytes, chars, a tokenizer.json or folder
     shard_tokens: int = 100_000_000  # tokens in a shard; with pack rounded down to whole rows
     val_tokens: int | None = None  # validation tokens; None: shard_tokens, of files 1%, a text 10%
     shuffle_seed: int | None = None  # seed that shuffles the documents; None: in the source's order

@@ -104,7 +104,6 @@ def local_files(dataset):
     files = []
     left_out = Counter()
     for part in parts:
-        part = os.path.expanduser(part)
         paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
         for path in paths:
