@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import run, too_small, without_effect
+from configurator import outside, run, too_small, without_effect
 from corpus import AGAIN, DataError, as_user_error
 from corpus.text_files import (
     CHATS,
@@ -150,25 +150,12 @@ def go_on(cfg, out, vocab_size, tokens):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = {
-        "shard_tokens": 1,
-        "val_tokens": 0,
-        "max_tokens": 1,
-        "max_shards": 1,
-        "shuffle_seed": 0,
-    }
-    wrong = too_small(cfg, least | {"pack": 2, "min_document_tokens": 1})
-    if cfg.shard_tokens >= 1 << 31:
-        wrong.append(
-            f"shard_tokens={cfg.shard_tokens} must be below 2**31, the largest count in a header"
-        )
-    if cfg.pack and cfg.pack > cfg.shard_tokens:
-        wrong.append(f"shard_tokens={cfg.shard_tokens} must be at least one row of pack={cfg.pack}")
-    if cfg.max_shards is not None and not cfg.ready_made:
-        wrong.append(
-            f"max_shards={cfg.max_shards} is for datasets of shards (--shards); try --max_tokens"
-        )
-    if cfg.ready_made:
+    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, max_tokens=1, max_shards=1)
+    wrong = too_small(cfg, least | dict(shuffle_seed=0, pack=2, min_document_tokens=1))
+    wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
+    if not cfg.ready_made:
+        wrong += without_effect(cfg, ["max_shards"], "is for shards; try --max_tokens")
+    else:
         of_shards = {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
         of_texts = vars(cfg).keys() - of_shards
         wrong += without_effect(cfg, of_texts, "is for texts, shards are fetched as they are")

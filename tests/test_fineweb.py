@@ -448,7 +448,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(dataset="one.txt", subset="en"), 2, "subset=en"),
         (dict(dataset="one.jsonl", streaming=True), 2, "streaming=True"),
         (dict(dataset="one.txt", text_key="a, b"), 2, ".jsonl"),
-        (dict(pack=4096, shard_tokens=4000), 2, "pack=4096"),
+        (dict(pack=4096, shard_tokens=4000), 2, "at least 4096"),
         (dict(dataset="one.jsonl", text_key="messages"), 2, "template"),
     ]:
         with pytest.raises(UserError, match=word) as error:
