@@ -21,8 +21,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from configurator import outside, run, too_small, without_effect
 from corpus import AGAIN, DataError, as_user_error
 from corpus.text_files import (
@@ -323,6 +321,8 @@ def sliced(parts, begin, end):
 
 def shuffled(documents, seed, path):
     """Yields documents in the order of numpy's permutation, out of a copy in a file."""
+    import numpy as np
+
     begins = [0]
     with open(path, "w+b") as file:
         path.unlink()  # it is gone with the process

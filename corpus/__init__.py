@@ -11,6 +11,7 @@ VOCABULARIES = (
 ).split()
 
 
+LONG = 1 << 22  # characters that are encoded at once: libraries return 36 bytes and more a token
 AGAIN = "; finished shards are kept: run the same command again"  # advice of fineweb.py
 
 

@@ -17,8 +17,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from corpus import DataError, as_user_error
-from corpus.tokenizer import LONG
+from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
 from system.files import digest
 

@@ -13,7 +13,7 @@ import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from corpus import VOCABULARIES, as_user_error
+from corpus import LONG, VOCABULARIES, as_user_error
 from system.errors import UserError, warn
 from system.files import read_json, write_atomic
 
@@ -36,7 +36,6 @@ HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
-LONG = 1 << 22  # characters that are encoded at once: libraries return 36 bytes and more a token
 BLANKS = re.compile(r"(?<=[^\W_])\s|(?<=\S) ")  # before which all encodings split a text
 PROBE = (
     "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
