@@ -23,6 +23,7 @@ from pathlib import Path
 
 from configurator import outside, run, too_small, without_effect
 from corpus import AGAIN, DataError, as_user_error
+from corpus.prefetch import batched
 from corpus.text_files import (
     CHATS,
     RECORDS,
@@ -246,8 +247,6 @@ class Source:
 
         out: where a copy of local files may be while it is shuffled.
         """
-        from corpus.tokenizer import batched
-
         advice = AGAIN if self.files is None else ""
         with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, advice):
             if self.files is None:

@@ -143,10 +143,7 @@ class Template:
 
         Without an answer both are empty. Raises UserError.
         """
-        wanted = []  # whether each answer carries loss
-        for message in messages:
-            if message["role"] == "assistant":
-                wanted.append(carries_loss(message))
+        wanted = [carries_loss(one) for one in messages if one["role"] == "assistant"]
         if not any(wanted):
             return [], []
         text, answers = self.render(messages, tools)
@@ -236,15 +233,18 @@ def carries_loss(message):
 
 def normalized(messages):
     """[{"role": ..., "content": ...}, ...] of messages, ShareGPT's too; DataError for others."""
+    wrong = DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+    if not isinstance(messages, list):
+        raise wrong
     found = []
-    for given in messages if isinstance(messages, list) else [messages]:
+    for given in messages:
         if not isinstance(given, dict):
-            raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+            raise wrong
         # the package datasets adds None for a key that a message lacks
         message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
         role = message.get("role")
         if not role or not isinstance(role, str):
-            raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+            raise wrong
         found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found
 

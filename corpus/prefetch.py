@@ -1,8 +1,10 @@
-"""Work in threads: a rank's batches and fineweb.py's texts made ahead; without torch."""
+"""Batches of items, made ahead in threads for training and for fineweb.py; without torch."""
 
 import collections
 import concurrent.futures
 import threading
+
+from corpus import LONG
 
 
 def prefetched(items, depth):
@@ -20,6 +22,21 @@ def prefetched(items, depth):
             yield item
     finally:
         pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
+
+
+def batched(items, size_of, most=256, size=LONG):
+    """Yields lists of items that follow one another: at most `most`, of `size` together or one."""
+    batch = []
+    total = 0
+    for item in items:
+        total += size_of(item)
+        if batch and (len(batch) == most or total > size):
+            yield batch
+            batch = []
+            total = size_of(item)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def in_background(call, *args):

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as Inner
 
 from corpus import LONG, VOCABULARIES, as_user_error
+from corpus.prefetch import batched
 from system.errors import UserError, warn
 from system.files import read_json, write_atomic
 
@@ -71,7 +72,7 @@ class Tokenizer:
         A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
         """
         found = [[] for _ in texts]
-        for batch in batched(numbered_parts(texts), lambda item: len(item[1])):
+        for batch in batched(numbered_parts(texts), lambda item: len(item[1]), size=LONG):
             rows = self._encode_some([part for _, part in batch])
             for (number, _), row in zip(batch, rows):
                 found[number].append(np.asarray(row, self.dtype))
@@ -103,21 +104,6 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
-
-
-def batched(items, size_of):
-    """Yields lists of items that follow one another: up to 256, of up to LONG characters or one."""
-    batch = []
-    size = 0
-    for item in items:
-        if batch and (len(batch) == 256 or size + size_of(item) > LONG):
-            yield batch
-            batch = []
-            size = 0
-        batch.append(item)
-        size += size_of(item)
-    if batch:
-        yield batch
 
 
 def numbered_parts(texts):
@@ -190,8 +176,7 @@ class HuggingFace(Tokenizer):
     def __init__(self, name, data, folder=None):
         self.inner, self.text = inner_tokenizer(name, data, folder)
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            first_with_special = self.inner.encode(PROBE).ids[:1]
-            first = self._encode([PROBE])[0][:1]
+            first = self.inner.encode("a").ids[:1]
             lost = not self._encode([UNKNOWN])[0]
         if lost:
             warn(
@@ -200,9 +185,8 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        begins_text = []  # what the tokenizer.json itself puts before a text
-        if first_with_special != first:
-            begins_text = [s for s, i in self.special.items() if [i] == first_with_special]
+        # what the tokenizer.json itself puts before a text
+        begins_text = [s for s, i in self.special.items() if [i] == first]
         separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import huggingface_hub
 import numpy as np
-from tqdm import tqdm
 
 from corpus import AGAIN, DataError, as_user_error, packing
 from corpus.prefetch import prefetched
@@ -33,18 +32,12 @@ def write_shards(batches, encode, progress, source):
     """
     name = source.short
     given = progress.settings
-    # inf if there is no limit, which tqdm takes for no total
-    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]
-    written = progress.total("tokens")
-    bar = tqdm(
-        desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None
-    )
-    with bar, contextlib.closing(prefetched(batches, 2)) as batches:
+    with contextlib.closing(prefetched(batches, 2)) as batches:
         first, _ = progress.position
         rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1, source.begun)
         if given["val_tokens"] and not progress.shards:
-            write_validation(rows, progress, name, bar)
-        all_read = write_training(rows, progress, name, bar)
+            write_validation(rows, progress, name)
+        all_read = write_training(rows, progress, name)
     val = progress.total("tokens", "val")
     train = progress.total("tokens", "train")
     if not val + train:
@@ -71,14 +64,13 @@ def tokenized(batches, encode, number, least, begun):
             number += 1
 
 
-def write_validation(rows, progress, name, bar):
+def write_validation(rows, progress, name):
     """Writes whole documents, in the source's order with pack too, until they have val_tokens."""
     parts = []
     left = progress.settings["val_tokens"]
     for number, row in rows:
         parts.append(row)
         left -= len(row)
-        bar.update(len(row))
         position = (number + 1, 0)
         if left <= 0:
             break
@@ -86,7 +78,7 @@ def write_validation(rows, progress, name, bar):
         progress.write_shard(name, "val", parts, position)
 
 
-def write_training(rows, progress, name, bar):
+def write_training(rows, progress, name):
     """Cuts the documents from progress.position on into shards.
 
     Returns whether there are no more of them.
@@ -101,7 +93,6 @@ def write_training(rows, progress, name, bar):
         return False
     parts = []
     for number, row in rows:
-        bar.update(len(row) - done)
         while done < len(row):
             part = row[done : done + left]
             parts.append(part)
@@ -201,6 +192,7 @@ class Progress:
             shard["targets"] = int(np.bitwise_count(np.fromfile(mask, np.uint8)).sum())
             shard["mask_sha256"] = files.digest(mask)[1]
         self.shards.append(shard)
+        print(f"{path}: {len(tokens):,} tokens")
         self.position = position
         self._save()
 
@@ -252,7 +244,7 @@ def fetch_shards(name, revision, max_shards, progress):
                 f"dataset={name} holds no *_train_000001.bin; for texts, without --shards"
             )
         missing = [*val, *train[:max_shards]][len(progress.shards) :]
-        for file in tqdm(missing, desc=name, unit=" shards", disable=None):
+        for file in missing:
             path = progress.out / file
             for needed in (mask_path(path).name, file):
                 if needed in listed:  # texts have no masks
