@@ -126,8 +126,8 @@ class Progress:
             leftover.unlink(missing_ok=True)
         form = {"settings": {}, "shards": [SHARD]}
         if self.finished:
-            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
             self._go_on(files.read_json(self.manifest, DataError, form))
+            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
             return
         saved = None
         if self.record.exists():

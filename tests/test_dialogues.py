@@ -15,7 +15,6 @@ from conftest import ROOT, flags, losses, one_line, read_log, train_here, train_
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 import model as models
-import sample
 import train
 from configurator import configure
 from corpus import chat, tokenizer
@@ -23,7 +22,7 @@ from corpus.chat import Dialogues
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import mask_path, verify
 from corpus.text_files import Document, Tally
-from run import build, trained
+from run import build
 from scale import parallel
 from settings import Config
 from system.errors import UserError
@@ -308,16 +307,6 @@ def test_prompt_and_completion_without_a_template(tmp_path):
     ]
 
 
-@pytest.mark.gpt2
-def test_a_folder_with_the_name_of_a_tokenizer_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "tokenizer.json").write_text("{}")
-    (row,) = rows_of("gpt2", ("a", "b"))
-    assert row["token"].tolist() == [50256, 64, 65] and row["loss"].tolist() == [True, False, True]
-    assert trained.folders(sample.Config(checkpoint="out"), tokenizer.load("gpt2")) == [Path("out")]
-
-
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     folder, _ = data
     verify(folder)
@@ -505,13 +494,6 @@ def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messa
     with pytest.raises(UserError, match=word) as error:
         rows_of(folder, messages)
     one_line(error)
-
-
-def test_names_of_pairs_may_have_a_blank_between_them(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    given = dict(text_key="prompt, completion", tokenizer="bytes", val_tokens=0)
-    prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
-    assert read_mask(tmp_path / "d", "train")[1].sum() == 2  # the separators carry one
 
 
 def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):

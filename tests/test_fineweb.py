@@ -28,7 +28,6 @@ from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_header, verify
 from fineweb import Config
 from system.errors import UserError
-from system.files import Lock
 
 ROOT = Path(__file__).parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -354,15 +353,6 @@ def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch):
             prepare(tmp_path / "d", **settings)
     prepare(tmp_path / "d", **settings)
     assert contents(tmp_path / "d") == whole
-
-
-@pytest.mark.gpt2
-def test_two_at_once_are_refused(tmp_path):
-    with Lock(tmp_path / "d") as lock:
-        lock.take()
-        with pytest.raises(UserError, match="in use"):
-            prepare(tmp_path / "d", JSON)
-    prepare(tmp_path / "d", JSON)
 
 
 @pytest.mark.fault(25)

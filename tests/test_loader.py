@@ -12,7 +12,7 @@ from conftest import one_line, read_rows, write_manifest, write_shard
 from corpus import shards as shard_files
 from corpus.loader import DataError, TokenLoader
 from corpus.prefetch import prefetched
-from corpus.shards import split_of, verify
+from corpus.shards import verify
 from system.files import digest
 
 # ---- damaged files
@@ -102,15 +102,6 @@ def test_other_shards_than_the_manifests(data):
     (folder / "manifest.json").write_text("{")
     with pytest.raises(DataError, match="manifest.json is damaged"):
         verify(folder)
-
-
-def test_the_last_word_before_the_number_is_the_split():
-    assert (
-        split_of("my_train_val_000000.bin") == "val"
-        and split_of("a_val_train_000001.bin") == "train"
-    )
-    assert split_of("tiny_shakespeare_train.bin") == "train"  # llm.c's
-    assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
 def test_npy_shards_of_build_nanogpt(data, tmp_path):

@@ -280,13 +280,6 @@ def test_only_the_field_of_the_text_has_a_type(tmp_path):
     assert read(tmp_path, tmp_path / "x.jsonl")[0] == ["a", "b", "c"]
 
 
-def test_texts_of_categories_in_parquet(tmp_path):
-    """As pandas writes a column of few values."""
-    texts = pyarrow.array(["a", "b", "a"]).dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
-    assert read(tmp_path, tmp_path / "x.parquet")[0] == ["a", "b", "a"]
-
-
 def test_a_pipe_is_refused_at_once(tmp_path):
     """As bash gives one for <(zcat x.gz): it could be read only once."""
     os.mkfifo(tmp_path / "pipe.txt")
