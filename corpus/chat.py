@@ -287,7 +287,7 @@ class Dialogues:
         """(ids, whether each carries loss) of a document."""
         messages = document.value
         if self.pairs and self.template.text is None:
-            return self._pair(*messages)
+            return self._pair(document)
         if self.pairs:
             messages = [dict(role=r, content=c) for r, c in zip(("user", "assistant"), messages)]
         tools = document.tools
@@ -305,15 +305,15 @@ class Dialogues:
             loss = [False, *loss]
         return ids, loss
 
-    def _pair(self, prompt, completion):
+    def _pair(self, document):
         """Separator, prompt, completion and eos.
 
         Where eos is the separator, that of the next document serves.
         """
-        if not completion:
-            self.tally.add("pairs without a completion left out", repr(prompt[:40]))
+        prompt, completion = self.tokenizer.encode_batch(document.value)
+        if not len(completion):
+            self.tally.add("pairs without a completion left out", document.where)
             return [], []
-        prompt, completion = self.tokenizer.encode_batch([prompt, completion])
         ends = [self.eos] if self.eos != self.tokenizer.eot else []
         ids = [self.tokenizer.eot, *prompt, *completion, *ends]
         loss = np.arange(len(ids)) > len(prompt)
