@@ -26,12 +26,15 @@ BLOCKS = 16  # of a file, of which its sampled digest is made
 BLOCK_BYTES = 1 << 16
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
-SHARD = {"name": files.text, "sha256": files.text, "mask_sha256?": files.text}
+SHARD = {"name": files.plain_name, "sha256": files.text, "mask_sha256?": files.sha256}
 MANIFEST = {
     "tokenizer": files.text,
     "vocab_size": files.id_count,
     "eot": files.count,
     "shards?": [SHARD],
+    "dtype?": ("uint16", "uint32"),
+    "settings?": {"pack?": (files.count, None)},
+    "token_bytes_sha256?": files.sha256,
 }
 
 

@@ -18,6 +18,14 @@ from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, s
 from system import files
 from system.errors import UserError
 
+COUNTS = dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
+RECORD = {"settings": {}, "shards": [SHARD | COUNTS]}
+
+
+def is_position(value):
+    """Whether it is [number of a document, tokens from there on that are written]."""
+    return type(value) is list and len(value) == 2 and all(map(files.count, value))
+
 
 def written_here(name):
     """Whether fineweb.py writes a file of this name."""
@@ -124,14 +132,13 @@ class Progress:
         self.finished = self.manifest.exists()
         for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
-        form = {"settings": {}, "shards": [SHARD]}
         if self.finished:
-            self._go_on(files.read_json(self.manifest, DataError, form))
+            self._go_on(files.read_json(self.manifest, DataError, RECORD))
             self.record.unlink(missing_ok=True)  # of a run that was killed between the two
             return
         saved = None
         if self.record.exists():
-            saved = files.read_json(self.record, DataError, form)
+            saved = files.read_json(self.record, DataError, RECORD | {"next": is_position})
         if saved and (saved["shards"] or saved["settings"] == settings):
             self._go_on(saved)
             self.position = saved["next"]
