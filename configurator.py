@@ -3,8 +3,8 @@
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
 `--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python:
-it may import and compute, and names that start with `_` are not settings. All mistakes are
-reported at once.
+it may import and compute, and names that start with `_` are not settings. `~` at the beginning of
+a path is the home. All mistakes are reported at once.
 """
 
 import ast

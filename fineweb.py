@@ -1,7 +1,6 @@
 """Tokens to train on: shards from the Hugging Face hub or from local files.
 
     python fineweb.py    # FineWeb-Edu sample-10BT into data/fineweb-edu, 20 GB
-    python fineweb.py --dataset=kjj0/fineweb10B-gpt2 --max_shards=10 # tokenized
     python fineweb.py --dataset="a/*.txt,b.jsonl.zst" --out_dir=data/mine
     python fineweb.py --dataset=input.txt --tokenizer=chars --out_dir=data/chars
     python fineweb.py --dataset=chats.jsonl --text_key=messages \\
@@ -42,7 +41,6 @@ from system.files import Lock, patiently
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
-READY_MADE = ("kjj0/fineweb10B-gpt2", "kjj0/fineweb100B-gpt2", "kjj0/finewebedu10B-gpt2")
 
 
 @dataclass
@@ -51,7 +49,6 @@ class Config:
     subset: str = "sample-10BT"  # of FineWeb and FineWeb-Edu; of another dataset if not the default
     split: str = "train"  # the hub's split to read
     revision: str | None = None  # the hub's branch, tag or commit; None: main
-    shards: bool = False  # the hub dataset holds shards (.bin or .npy), fetched as they are
     text_key: str = "text"  # field of the text; messages or prompt,completion: loss on answers only
     streaming: bool = False  # of the hub: keep no copy; shuffle_seed shuffles within a buffer only
     out_dir: str | None = None  # where the shards go; None: data/<name of the dataset>
@@ -63,11 +60,6 @@ class Config:
     pack: int | None = None  # reorders documents so that few cross a multiple of this block_size
     min_document_tokens: int | None = None  # leave out shorter documents; None: only empty ones
     skip_bad_documents: bool = False  # leave out, and count, records that give no document
-    max_shards: int | None = None  # with shards: training shards to fetch; None: all
-
-    @property
-    def ready_made(self):
-        return self.shards or self.dataset in READY_MADE
 
     @property
     def keys(self):
@@ -100,9 +92,6 @@ def main(cfg):
         progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
         if progress.finished:
             print(f"{out} is finished already; nothing was done")
-        elif cfg.ready_made:
-            writer.fetch_shards(source.name, cfg.revision, cfg.max_shards, progress)
-            progress.finish()
         else:
             first, _ = progress.position
             batches = source.batches(out, source.tally, first)
@@ -149,19 +138,13 @@ def go_on(cfg, out, vocab_size, tokens):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, max_tokens=1, max_shards=1)
+    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, max_tokens=1)
     wrong = too_small(cfg, least | dict(shuffle_seed=0, pack=2, min_document_tokens=1))
     wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
-    if not cfg.ready_made:
-        wrong += without_effect(cfg, ["max_shards"], "is for shards; try --max_tokens")
-    else:
-        of_shards = {"dataset", "revision", "shards", "out_dir", "tokenizer", "max_shards"}
-        of_texts = vars(cfg).keys() - of_shards
-        wrong += without_effect(cfg, of_texts, "is for texts, shards are fetched as they are")
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
-    if cfg.tokenizer == "chars" and (cfg.ready_made or cfg.is_chat):
-        wrong.append("tokenizer=chars is for texts, not for dialogues or shards")
+    if cfg.tokenizer == "chars" and cfg.is_chat:
+        wrong.append("tokenizer=chars is for texts, not for dialogues")
     refuse(wrong)
 
 
@@ -183,9 +166,7 @@ def check_files(cfg, files):
 
 def settings(cfg, source, tokenizer, dialogues):
     """The settings that decide the shards' bytes; a folder begun with other values is refused."""
-    if cfg.ready_made:
-        return {"dataset": source.name, "revision": cfg.revision, "max_shards": cfg.max_shards}
-    apart = {"subset", "split", "shards", "out_dir", "max_shards"}
+    apart = {"subset", "split", "out_dir"}
     chosen = {key: value for key, value in vars(cfg).items() if key not in apart}
     chosen |= {
         "dataset": source.name,
@@ -232,7 +213,7 @@ class Source:
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-        self.files = None if cfg.ready_made else local_files(self.name)
+        self.files = local_files(self.name)
         self.begun = float("inf")
         if self.files:
             check_files(cfg, self.files)

@@ -9,12 +9,11 @@ import io
 import json
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 
 from corpus import AGAIN, DataError, as_user_error, packing
 from corpus.prefetch import prefetched
-from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
+from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, split_of
 from system import files
 from system.errors import UserError
 
@@ -236,31 +235,3 @@ def write(path, data):
     """files.write_atomic; a failure, as on a full disk, is a DataError."""
     with as_user_error(f"{path} of {len(data):,} bytes", DataError, f"; make room{AGAIN}"):
         files.write_atomic(path, data)
-
-
-def fetch_shards(name, revision, max_shards, progress):
-    """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
-    tokenizer = progress.tokenizer
-    hub = dict(repo_type="dataset", revision=revision)
-    with as_user_error(f"dataset={name} cannot be read", DataError, AGAIN):
-        listed = huggingface_hub.HfApi().list_repo_files(name, **hub)
-        val = sorted(file for file in listed if "/" not in file and split_of(file) == "val")
-        train = sorted(file for file in listed if "/" not in file and split_of(file) == "train")
-        if not train:
-            raise DataError(
-                f"dataset={name} holds no *_train_000001.bin; for texts, without --shards"
-            )
-        missing = [*val, *train[:max_shards]][len(progress.shards) :]
-        for file in missing:
-            path = progress.out / file
-            for needed in (mask_path(path).name, file):
-                if needed in listed:  # texts have no masks
-                    files.patiently(
-                        huggingface_hub.hf_hub_download, name, needed, local_dir=progress.out, **hub
-                    )
-            tokens = open_shard(path)
-            if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                raise DataError(
-                    f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer"
-                )
-            progress.add(file, tokens, (0, 0))
