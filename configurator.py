@@ -3,8 +3,8 @@
     python train.py config/gpt2_124m.py --batch_size=32 --lr=3e-4 --no_compile
 
 `--key value` works too, and `gpt2_124m` names config/gpt2_124m.py. A config file is plain Python:
-it may import and compute, and names that start with `_` are not settings. All mistakes are
-reported at once.
+it may import and compute, and names that start with `_` are not settings. `~` at the beginning of
+a path is the home. All mistakes are reported at once.
 """
 
 import ast
@@ -183,6 +183,9 @@ def _convert(cls, hints, name, value):
     by_default = getattr(cls, name, "") is None  # as in `name: str = None`
     if (by_default or types.NoneType in kinds) and str(value) == "None":
         return None
+    if isinstance(value, str) and not name.endswith("prompt"):
+        # the shell leaves --key=~/x as it is
+        value = re.sub("(^|[,:])~(?=/|$)", rf"\1{os.path.expanduser('~')}", value)
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _read(kind, value)

@@ -176,7 +176,6 @@ class Config(GPTConfig):
     data_dir: str = "data/fineweb-edu"  # shards or nanoGPT's *.bin; mixed: data/a:0.7,data/b:0.3
     tokenizer: str | None = None  # for samples and HellaSwag; None: the one in the data's manifest
     shuffle_seed: int | None = None  # shuffles the rows anew in each epoch; None: as in the shards
-    align_documents: bool = False  # every row starts where a document does, if one begins in it
     document_mask: bool = False  # a token attends within its document only, see scale/documents.py
     allow_data_change: bool = False  # resume even though the shards are not those of the checkpoint
     # Batch and schedule

@@ -1,6 +1,6 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/llama3_8b.py
 # The shape of Llama 3 8B (https://arxiv.org/abs/2407.21783) on data tokenized with its tokenizer:
-#   python fineweb.py --tokenizer=path/to/tokenizer.model --out_dir=data/fineweb-edu-llama3
+#   python fineweb.py --tokenizer=path/to/tokenizer.json --out_dir=data/fineweb-edu-llama3
 # Weights, gradients and AdamW's moments take 120 GiB, sharded over the ranks: 15 GiB on each of
 # eight. Four H200s reach 10,270 tokens/s each, and 11,010 with --parallel=zero2, both with
 # --reduce_dtype=bf16.

@@ -9,7 +9,10 @@ from system.errors import UserError
 VOCABULARIES = (
     "vocab.json merges.txt vocab.txt tokenizer.model spiece.model tiktoken.model tekken.json"
 ).split()
-AGAIN = "finished shards are kept; run the same command again"  # advice of fineweb.py
+
+
+LONG = 1 << 22  # characters that are encoded at once: libraries return 36 bytes and more a token
+AGAIN = "; finished shards are kept: run the same command again"  # advice of fineweb.py
 
 
 class DataError(UserError):
@@ -19,24 +22,16 @@ class DataError(UserError):
 
 
 @contextlib.contextmanager
-def as_user_error(what, kind=UserError, advice="", again=False):
-    """Turns what a library raises, a Rust panic too, into `kind`: "<what>: <error><advice>".
-
-    again: advise to run the same command again,
-    unless the error lies in what was read and would come again.
-    """
+def as_user_error(what, kind=UserError, advice=""):
+    """Turns what a library raises, a Rust panic too, into `kind`: "<what>: <error><advice>"."""
     try:
         yield
     except BaseException as error:
         # a panic is no Exception, and its class cannot be imported
         panic = type(error).__name__ == "PanicException"
-        if not (panic or isinstance(error, Exception)):
+        if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
             raise
-        if type(error).__name__ == "DatasetGenerationError" and error.__cause__:
-            error = error.__cause__  # what local_documents raised
-        if isinstance(error, UserError):
-            raise error from None
-        if again and not isinstance(error, ValueError | TypeError | LookupError):
-            advice += f"; {AGAIN}"
+        if type(error).__name__ == "DatasetGenerationError":
+            error = error.__cause__ or error
         brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise kind(f"{what}: {brief}{advice}") from None

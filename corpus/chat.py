@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from pathlib import Path
+import uuid
 
 import jinja2.ext
 import jinja2.sandbox
@@ -15,25 +15,30 @@ import numpy as np
 from corpus import DataError, as_user_error
 from corpus.tokenizer import (
     HuggingFace,
+    file_beside,
     read_beside,
-    refuse_link,
     special_tokens,
     without_surrogates,
 )
 from system.errors import UserError
 
-# They enclose an answer while a template is rendered; Unicode has them for such uses.
-MARKS = "\ufdd0\ufdd1"
+# Before and after an answer while a template is rendered; a filter leaves digits as they are
+MARK = f"\ufdd0{uuid.uuid4().int}\ufdd0"
+ROLES = dict.fromkeys(("assistant", "model", "gpt", "bot", "ai", "chatgpt"), "assistant")
+ROLES |= dict.fromkeys(("user", "human"), "user") | {"system": "system"}
+SHAREGPT = {"from": "role", "value": "content"}  # its names for a message's keys
+WEIGHTS = ("weight", "train", "training")  # keys that say whether an answer carries loss
 
 
 def stop_ids(folder, tokenizer):
-    """The ids that a folder's files name as the end of a text or of a reply, as a set."""
+    """The ids that a folder's files name, or its template writes, as the end of a text or reply."""
     found = read_beside(folder, "generation_config.json").get("eos_token_id")
     if found is None:
         found = read_beside(folder, "config.json").get("eos_token_id")
     if not isinstance(found, list):
         found = [found]
-    return {i for i in [*found, eos_id(folder, tokenizer)] if type(i) is int}
+    found += [eos_id(folder, tokenizer), Template(folder, tokenizer).end_of_turn()]
+    return {i for i in found if type(i) is int}
 
 
 def eos_id(folder, tokenizer):
@@ -44,20 +49,21 @@ def eos_id(folder, tokenizer):
 
 def template_of(folder):
     """The text of a folder's chat template, None if it has none."""
-    path = Path(folder, "chat_template.jinja")
-    if path.is_file():
-        refuse_link(path)
+    path = file_beside(folder, "chat_template.jinja")
+    if path:
         with as_user_error(f"{path} cannot be read"):
             return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
-        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
-        found = named[-1].get("template") if named else None
-    return found if isinstance(found, str) else None
+        for one in found:
+            if one["name"] == "default":
+                return one["template"]
+        return None
+    return found
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} of transformers: what it encloses is an answer, and gets MARKS around it."""
+    """{% generation %} of transformers: what it encloses is an answer, and gets MARK around it."""
 
     tags = {"generation"}
 
@@ -67,7 +73,7 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller):
-        return MARKS[0] + caller() + MARKS[1]
+        return MARK + caller() + MARK
 
 
 def raise_exception(words):
@@ -87,19 +93,27 @@ class Template:
     def __init__(self, folder, tokenizer):
         self.folder = folder
         self.tokenizer = tokenizer
-        self.text = None if folder is None else template_of(folder)
+        self.text = template_of(folder)
         self.special = special_tokens(folder)
         self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "") is not None
 
     @functools.cached_property
     def compiled(self):
         """In Jinja's sandbox, where a template reaches nothing but what it is given."""
+        self.refuse_none()
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals |= dict(strftime_now=strftime_now, raise_exception=raise_exception)
         return environment.from_string(self.text)
+
+    def refuse_none(self):
+        if self.text is None:
+            raise UserError(
+                f"{self.folder or self.tokenizer.name} has no chat template; give a folder with "
+                "one, --tokenizer=FOLDER"
+            )
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
@@ -111,34 +125,144 @@ class Template:
             )
         return ids
 
-    def render(self, messages, reply=False):
+    def render(self, messages, tools=None, reply=False):
         """(text of a conversation, [(begin, end)] of what {% generation %} encloses in it).
 
         With `reply` the text ends where a reply begins. Raises UserError.
         """
-        if self.text is None:
-            name = self.folder or self.tokenizer.name
-            raise UserError(
-                f"{name} has no chat template; give a folder with one, --tokenizer=FOLDER"
-            )
-        values = dict(messages=messages, add_generation_prompt=reply, tools=None, documents=None)
+        values = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=reply)
         # a template computes, so that any error can come of it
         with as_user_error(f"{self.folder}: its chat template fails"):
-            if re.search(f"[{MARKS}]", json.dumps(messages, ensure_ascii=False, default=str)):
-                raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             text = without_surrogates(self.compiled.render(self.special | values))
-        pieces = re.split(f"[{MARKS}]", text)  # every second one is an answer
+        pieces = text.split(MARK)  # every second one is an answer
         ends = [*itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [*zip(ends[::2], ends[1::2])]
 
+    def tokens(self, messages, tools=None):
+        """(ids, whether each carries loss) of a conversation whose answers carry loss.
+
+        Without an answer both are empty. Raises UserError.
+        """
+        wanted = [carries_loss(one) for one in messages if one["role"] == "assistant"]
+        if not any(wanted):
+            return [], []
+        text, answers = self.render(messages, tools)
+        if not self.marks_answers:
+            answers = self._answers(messages, tools, text)
+        if not all(wanted):
+            if len(answers) != len(wanted):
+                raise DataError(f"the chat template marks {len(answers)} of {len(wanted)} answers")
+            answers = [*itertools.compress(answers, wanted)]
+        encoded = self.tokenizer.parse(text)
+        loss = np.zeros(len(encoded.ids), bool)
+        for begin, end in answers:
+            first, last = self._places(encoded, text, begin, end)
+            loss[first:last] = True
+        return encoded.ids, loss
+
+    def _answers(self, messages, tools, text):
+        """[(begin, end)] of answers in the whole text, each after its generation prompt."""
+        found = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, _ = self.render(messages[:i], tools, reply=True)
+                after, _ = self.render(messages[: i + 1], tools)
+                if not (text.startswith(after) and after.startswith(before)):
+                    raise DataError(
+                        f"the chat template renders message {i + 1} otherwise when others follow; "
+                        "cut the dialogue after it"
+                    )
+                found.append((len(before), len(after)))
+        return found
+
+    def _places(self, encoded, text, begin, end):
+        """(first, last + 1) of the tokens of an answer and of the special token that ends it.
+
+        The template may write that one behind what it marks, or as the next role's token.
+        """
+        ids = encoded.ids
+        special = self.tokenizer.special.values()
+        begins, ends = np.array(encoded.offsets).T  # in characters
+        inside = np.flatnonzero((ends > begin) & (begins < end))
+        if not len(inside):
+            return 0, 0
+
+        def is_blank(place):
+            return ids[place] not in special and text[begins[place] : ends[place]].isspace()
+
+        first = inside[0]
+        last = inside[-1]
+        while last > first and is_blank(last):
+            last -= 1
+        if ids[last] in special:
+            return first, (inside[-1] if self.marks_answers else last) + 1
+        last = inside[-1] + 1
+        while last < len(ids) and is_blank(last):
+            last += 1
+        if last < len(ids) and ids[last] in special:
+            return first, last + 1
+        return first, inside[-1] + 1
+
+    def end_of_turn(self):
+        """The id of the special token that ends an answer, None if no template writes one."""
+        if self.text is None or not isinstance(self.tokenizer, HuggingFace):
+            return None
+        talk = [dict(role=role, content="a") for role in ("user", "assistant", "user")]
+        for messages in (talk, talk[:2]):  # some templates render only one of them
+            try:
+                ids, loss = self.tokens(messages)
+            except UserError:
+                continue
+            ends = [i for i, has_loss in zip(ids, loss) if has_loss]
+            if ends and ends[-1] in self.tokenizer.special.values():
+                return ends[-1]
+        return None
+
+
+def carries_loss(message):
+    """Whether an answer does, by its `weight` (of OpenAI's files) or `train` (of axolotl's)."""
+    for key in WEIGHTS:
+        if message.get(key, True) not in (0, 1):
+            raise DataError(f"{key}={message[key]!r} of a message; expected 0 or 1")
+        if not message.get(key, True):
+            return False
+    if "train_detail" in message:
+        raise DataError("train_detail of a message is not read; use train: false")
+    return True
+
+
+def normalized(messages):
+    """[{"role": ..., "content": ...}, ...] of messages, ShareGPT's too; DataError for others."""
+    wrong = DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
+    if not isinstance(messages, list):
+        raise wrong
+    found = []
+    for given in messages:
+        if not isinstance(given, dict):
+            raise wrong
+        # the package datasets adds None for a key that a message lacks
+        message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
+        role = message.get("role")
+        if not role or not isinstance(role, str):
+            raise wrong
+        found.append(message | {"role": ROLES.get(role.lower(), role)})
+    return found
+
 
 class Dialogues:
-    """Dialogues and pairs to tokens, with the chat template of a tokenizer's folder if any."""
+    """Dialogues or pairs to tokens, with the chat template of a tokenizer's folder if any.
 
-    def __init__(self, tokenizer):
+    tally: counts what is left out.
+    """
+
+    def __init__(self, tokenizer, tally, pairs):
         folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
         self.tokenizer = tokenizer
+        self.tally = tally
+        self.pairs = pairs
         self.template = Template(folder, tokenizer)
+        if not pairs:
+            self.template.refuse_none()
         self.eos = eos_id(folder, tokenizer)  # ends a completion
         if self.eos is None:
             self.eos = tokenizer.eot
@@ -146,84 +270,52 @@ class Dialogues:
         self.digest = hashlib.sha256(parts.encode()).hexdigest()
 
     def rows(self, documents):
-        """Yields an array of (token, loss) for each dialogue or pair, empty without answers."""
+        """Yields an array of (token, loss) for each Document, empty without answers."""
         for document in documents:
-            if document in (None, (None, None)):
-                yield self._row([])
-            elif isinstance(document, tuple):
-                yield self._pair(*document)
-            else:
-                yield self._dialogue(document)
+            ids = loss = []
+            if document.value is not None:
+                try:
+                    ids, loss = self._tokens(document)
+                except UserError as error:
+                    self.tally.bad(document.where, error)
+            row = np.zeros(len(ids), [("token", self.tokenizer.dtype), ("loss", bool)])
+            row["token"] = ids
+            row["loss"] = loss
+            yield row
 
-    def _row(self, ids):
-        """An array of (token, loss), without loss."""
-        row = np.zeros(len(ids), [("token", self.tokenizer.dtype), ("loss", bool)])
-        row["token"] = ids
-        return row
+    def _tokens(self, document):
+        """(ids, whether each carries loss) of a document."""
+        messages = document.value
+        if self.pairs and self.template.text is None:
+            return self._pair(document)
+        if self.pairs:
+            messages = [dict(role=r, content=c) for r, c in zip(("user", "assistant"), messages)]
+        tools = document.tools
+        if isinstance(tools, str):
+            with as_user_error("its tools are not JSON"):
+                tools = json.loads(tools)
+        messages = normalized(messages)
+        ids, loss = self.template.tokens(messages, tools)
+        if not any(loss):
+            roles = ", ".join(message["role"] for message in messages[:4])
+            self.tally.add("dialogues without an answer left out", f"{document.where} ({roles})")
+            return [], []
+        if ids[0] != self.tokenizer.eot:
+            ids = [self.tokenizer.eot, *ids]
+            loss = [False, *loss]
+        return ids, loss
 
-    def _pair(self, prompt, completion):
+    def _pair(self, document):
         """Separator, prompt, completion and eos.
 
         Where eos is the separator, that of the next document serves.
         """
-        if self.template.text is not None:
-            question = dict(role="user", content=prompt)
-            return self._dialogue([question, dict(role="assistant", content=completion)])
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise DataError(
-                f"prompt and completion must be texts, got {[prompt, completion]!r:.90}"
-            )
-        if not completion:
-            return self._row([])
-        prompt, completion = self.tokenizer.encode_batch([prompt, completion])
-        ids = [self.tokenizer.eot, *prompt, *completion]
-        if self.eos != self.tokenizer.eot:
-            ids.append(self.eos)
-        row = self._row(ids)
-        row["loss"][0] = self.eos == self.tokenizer.eot
-        row["loss"][1 + len(prompt) :] = True
-        return row
-
-    def _dialogue(self, messages):
-        """A separator and the rendered messages, of which the answers carry loss."""
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and m.get("role") for m in messages
-        ):
-            raise DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-        # the package datasets adds None for a key that a message lacks
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
-        by_assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if not by_assistant:
-            return self._row([])
-        text, answers = self.template.render(messages)
-        if not self.template.marks_answers:
-            answers = [self._answer(messages, i, text) for i in by_assistant]
-        encoded = self.tokenizer.parse(text)
-        row = self._row(encoded.ids)
-        begins, ends = np.array(encoded.offsets).reshape(-1, 2).T  # of tokens, in characters
-        for begin, end in answers:
-            inside = np.flatnonzero((ends > begin) & (begins < end))
-            if not self.template.marks_answers:
-                inside = self._up_to_last_special(inside, row["token"][inside])
-            row["loss"][inside] = True
-        if not row["loss"].any():
-            return row[:0]
-        if encoded.ids[0] != self.tokenizer.eot:
-            row = np.concatenate([self._row([self.tokenizer.eot]), row])
-        return row
-
-    def _up_to_last_special(self, places, ids):
-        """The places up to that of the last special token, which ends the turn; all without one."""
-        special = places[np.isin(ids, [*self.tokenizer.special.values()])]
-        return places[places <= special[-1]] if len(special) else places
-
-    def _answer(self, messages, i, text):
-        """Where answer i, after the generation prompt, begins and ends in the whole text."""
-        before, _ = self.template.render(messages[:i], reply=True)
-        after, _ = self.template.render(messages[: i + 1])
-        if not (text.startswith(after) and after.startswith(before)):
-            raise DataError(
-                f"the chat template renders message {i + 1} otherwise when others follow; "
-                "cut the dialogue after it"
-            )
-        return len(before), len(after)
+        prompt, completion = self.tokenizer.encode_batch(document.value)
+        if not len(completion):
+            self.tally.add("pairs without a completion left out", document.where)
+            return [], []
+        ends = [self.eos] if self.eos != self.tokenizer.eot else []
+        ids = [self.tokenizer.eot, *prompt, *completion, *ends]
+        loss = np.arange(len(ids)) > len(prompt)
+        loss[0] = not ends
+        return ids, loss

@@ -9,10 +9,7 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 `next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
-import array
-import bisect
 import contextlib
-import hashlib
 import itertools
 from dataclasses import dataclass
 
@@ -20,38 +17,29 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer
+from corpus.prefetch import in_background, prefetched
+from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
 from system import files
 
 
 class FolderRows:
     """The rows of T + 1 tokens of a folder's split, in the order in which a run reads them.
 
-    Row w of an epoch begins at token w*T, or at aligned_starts[w]; the last one wraps around. Rows
-    that are shuffled, and neither aligned nor packed, begin `shift` tokens later in each epoch.
+    Row w of an epoch begins at token w*T; the last one wraps around. Rows that are shuffled, and
+    not packed, begin `shift` tokens later in each epoch.
     weight: how many rows of the mixture's period are this folder's.
     """
 
-    def __init__(self, shards, weight, T, shuffle_seed, align):
+    def __init__(self, shards, weight, T, shuffle_seed):
         self.shards = shards
         self.weight = weight
         self.T = T
         self.shuffle_seed = shuffle_seed
-        self.starts = range(0, shards.tokens, T)
-        if align:
-            self.starts = aligned_starts(shards.document_starts(), shards.tokens, T)
-        self.per_epoch = len(self.starts)
+        self.per_epoch = -(-shards.tokens // T)
         self.shift = 0
-        if shuffle_seed is not None and not align and not shards.pack:
+        if shuffle_seed is not None and not shards.pack:
             self.shift = round(0.382 * T)  # each epoch cuts other rows (docs/modern.md)
         self.epoch = None  # whose order is kept
-
-    def shuffle(self, epoch, seed):
-        """The numbers of an epoch's rows in the order in which they are read."""
-        if seed is None:
-            return range(self.per_epoch)
-        return np.random.default_rng((seed, epoch)).permutation(self.per_epoch)
 
     def read(self, row):
         """(ids, whether each carries loss), each (T + 1,), of a row from the start of training.
@@ -60,26 +48,13 @@ class FolderRows:
         """
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
-            self.order = self.shuffle(epoch, self.shuffle_seed)
             self.epoch = epoch
-        start = int(self.starts[self.order[place]])
-        shift = epoch * self.shift % self.T
-        return self.shards.read(start + shift, self.T + 1)
-
-
-def aligned_starts(documents, tokens, T):
-    """The first tokens of an epoch's rows, which begin at documents where possible.
-
-    After p comes the last of `documents`, sorted positions, in (p, p+T], else p+T.
-    """
-    edges = [0, *documents.tolist(), tokens]
-    starts = array.array("q")
-    p = 0
-    while p < tokens:  # about 5 s for the 10M rows of 10B tokens
-        starts.append(p)
-        last = edges[bisect.bisect_right(edges, p + T) - 1]
-        p = last if last > p else p + T
-    return np.array(starts)
+            self.order = range(self.per_epoch)
+            if self.shuffle_seed is not None:
+                generator = np.random.default_rng((self.shuffle_seed, epoch))
+                self.order = generator.permutation(self.per_epoch)
+        start = int(self.order[place]) * self.T
+        return self.shards.read(start + epoch * self.shift % self.T, self.T + 1)
 
 
 @dataclass(eq=False)
@@ -102,18 +77,13 @@ class TokenLoader:
     batch_tokens: int = 0  # of a global batch, for which there must be enough
     allow_data_change: bool = False
     shuffle_seed: int | None = None
-    align: bool = False  # rows begin at documents
 
     def __post_init__(self):
         self.device = torch.empty(0, device=self.device).device  # with its index
         self.folders = []
         for folder, weight in mixture.folders(str(self.data_dir)):
             shards = Shards(folder, self.split, self.vocab_size)
-            if self.align and shards.eot is None:
-                raise DataError(
-                    f"align_documents needs the separator, and there is no {folder}/manifest.json"
-                )
-            self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed, self.align))
+            self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed))
         self.turns = mixture.turns([rows.weight for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
         self.tokens = sum(one.tokens for one in shards)
@@ -126,9 +96,11 @@ class TokenLoader:
         names = [one.folder for one in shards]
         self.fingerprint = fingerprint(names, self.split)
         self.validation = None
+        self.whole = None
         if self.split == "train":  # the same command is to validate on the same data
             with contextlib.suppress(DataError):  # a folder may have none
                 self.validation = fingerprint(names, "val")
+            self.whole = in_background(whole_digests, names)
         self._start_at(0)
 
     def _check(self, shards):
@@ -146,15 +118,16 @@ class TokenLoader:
                     f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py "
                     "--tokenizer"
                 )
-            if one.pack and (one.pack != self.T or self.align):
+            if one.pack and one.pack != self.T:
                 self.warnings.append(
-                    f"{one.folder} is packed for block_size={one.pack} without align_documents; "
-                    "others cut more documents"
+                    f"{one.folder} is packed for block_size={one.pack}; others cut more documents"
                 )
 
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
+        if self.whole and self.whole.done():
+            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -255,13 +228,18 @@ class TokenLoader:
 
     def state_dict(self):
         """A run's position, after `rows` rows, and what tells other data from this."""
-        state = {"rows": self.rows, "tokens": self.tokens, "fingerprint": self.fingerprint}
-        state["block_size"] = self.T
+        state = {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "fingerprint": self.fingerprint,
+            "block_size": self.T,
+            "shuffle_seed": self.shuffle_seed,
+            "shares": [rows.weight for rows in self.folders],
+        }
         if self.validation:
             state["validation"] = self.validation
-        state |= {"shuffle_seed": self.shuffle_seed, "align_documents": self.align}
-        if len(self.folders) > 1:
-            state["shares"] = [rows.weight for rows in self.folders]
+        if self.rows:  # so that nothing waits at the start for files to be read
+            state |= self.whole.result()
         return state
 
     def load_state_dict(self, state):
@@ -272,12 +250,13 @@ class TokenLoader:
         rows = state.get("rows")
         if not files.count(rows):
             raise DataError(f"the checkpoint has no position in shards of tokens: rows={rows!r}")
-        own = self.state_dict() | {"rows": rows}
-        if "validation" not in state:  # of an earlier version, or there was none
-            own.pop("validation", None)
-        if ":" not in str(state.get("fingerprint")):  # of an earlier version
-            own["fingerprint"] = self._fingerprint_of_names()
-        changed = [key for key in own if own[key] != state.get(key)]
+        self.rows = rows
+        changed = []
+        own = self.state_dict()
+        for key in own:
+            comparable = key in state or key not in ("validation", "whole_train", "whole_val")
+            if comparable and own[key] != state.get(key):
+                changed.append(key)
         if changed:
             differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)
             if not self.allow_data_change:
@@ -286,56 +265,11 @@ class TokenLoader:
                     "to go on with it anyway: --allow_data_change"
                 )
             self.warnings.append(
-                f"other data than before ({differ})" + self._goes_on(state, changed)
+                f"other data than before ({differ}): goes on at row {rows:,}; some rows may be "
+                "read again, others left out"
             )
         self.close()
         self._start_at(rows)
-
-    def _fingerprint_of_names(self):
-        """The fingerprint of earlier versions, of names and lengths."""
-        listing = ""
-        for rows in self.folders:
-            for path, tokens in zip(rows.shards.paths, rows.shards.shards):
-                listing += f"{path.name} {len(tokens)}\n"
-        return hashlib.sha256(listing.encode()).hexdigest()[:16]
-
-    def _goes_on(self, state, changed):
-        """Says what other data reads again and leaves out, where that is known.
-
-        changed: names in `state` whose values are now others.
-        """
-        changed = {*changed} - {"validation"}
-        if not changed:
-            return ""
-        rows = self.folders[0]
-        epoch, place = divmod(state["rows"], rows.per_epoch)
-        where = f"row {place:,} of {rows.per_epoch:,}"
-        what = "the rows before it are left out, and what was read before may come again"
-        if len(self.folders) > 1:
-            where = f"row {state['rows']:,} of the mixture"
-        elif changed == {"shuffle_seed"} and not self.align:
-            seeds = state.get("shuffle_seed"), self.shuffle_seed
-            # in a later epoch a run with a seed cuts other rows than one without
-            if epoch == 0 or None not in seeds:
-                what = read_and_left(rows, epoch, place, *seeds)
-        elif changed == {"block_size"} and self.shuffle_seed is None and not self.align:
-            before = state.get("block_size")
-            if files.count(before) and before < self.T:
-                what = f"{state['rows'] * (self.T - before):,} tokens are left out"
-            elif files.count(before):
-                what = f"{state['rows'] * (before - self.T):,} tokens are read again"
-        return f": goes on at {where}; {what}"
-
-
-def read_and_left(rows, epoch, place, before, now):
-    """In words, what the rest of an epoch, from a place on, reads again after a change of seed."""
-    read = rows.shuffle(epoch, before)[:place]
-    left = rows.shuffle(epoch, now)[place:]
-    again = np.intersect1d(read, left).size
-    return (
-        f"of the {len(left):,} left in this epoch {again:,} were read already, "
-        "and as many that were not are left out"
-    )
 
 
 class Repeated:

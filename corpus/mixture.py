@@ -6,31 +6,46 @@ import re
 
 from system.errors import UserError
 
-FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST, and up to the first
+FINEST = 10_000  # weights are rounded to multiples of 1 / FINEST of the whole
 
 
 def folders(data_dir):
     """[(folder, weight)] that `data_dir` names, the weights as integers without a common divisor.
 
-    A colon before a number begins a weight; without any weight the whole text is one folder.
+    What exists as it is written is a folder; else a colon before a number begins a weight. Raises
+    UserError.
     """
     parts = [part.strip() for part in data_dir.split(",")]
-    matches = [re.fullmatch(r"(.+):(-?\d*\.?\d+)", part) for part in parts]
-    if not any(matches) and (len(parts) == 1 or os.path.isdir(data_dir)):
+    if os.path.isdir(data_dir) or (len(parts) == 1 and not weighted(data_dir)):
         return [(data_dir, 1)]
     given = {}
-    for part, match in zip(parts, matches):
-        if not match or float(match[2]) <= 0:
+    for part in parts:
+        folder, weight = weighted(part) or (part, 0)
+        if weight <= 0:
             raise UserError(
                 f"data_dir={data_dir}: {part!r} has no weight over 0; "
                 "write a mixture as data/a:0.7,data/b:0.3"
             )
-        folder, weight = match.groups()
-        given[folder] = given.get(folder, 0) + float(weight)
+        given[folder] = given.get(folder, 0) + weight
     whole = sum(given.values())
-    weights = [max(1, round(FINEST * weight / whole)) for weight in given.values()]
+    weights = []
+    for folder, weight in given.items():
+        if FINEST * weight < whole:
+            raise UserError(
+                f"data_dir={data_dir}: {folder} has {weight / whole:.1g} of the weights; expected "
+                f"at least 1/{FINEST}"
+            )
+        weights.append(round(FINEST * weight / whole))
     divisor = math.gcd(*weights)
     return [(folder, weight // divisor) for folder, weight in zip(given, weights)]
+
+
+def weighted(part):
+    """(folder, weight) of FOLDER:NUMBER, None if it is something else or a folder's own name."""
+    found = re.fullmatch(r"(.+):(-?\d*\.?\d+(?:e[+-]?\d+)?)", part, re.IGNORECASE)
+    if not found or os.path.isdir(part):
+        return None
+    return found[1], float(found[2])
 
 
 def turns(weights):

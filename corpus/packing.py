@@ -6,6 +6,8 @@ that is cut at the end of a group of `size` tokens goes on in the next group.
 
 import numpy as np
 
+from corpus.prefetch import batched
+
 DOCUMENTS, TOKENS = 2000, 1 << 24  # bounds of a block: documents, and their tokens together (67 MB)
 
 
@@ -14,27 +16,12 @@ def packed(documents, size, at):
 
     documents: (number, tokens) of each; at: tokens that precede them.
     """
-    for block in blocks(documents):
+    for block in batched(documents, lambda one: len(one[1]), DOCUMENTS, TOKENS):
         numbers, rows = zip(*block)
         order = packed_order([len(row) for row in rows], size, room=size - at % size)
         tokens = np.concatenate([rows[i] for i in order])
         yield numbers[0], tokens
         at += len(tokens)
-
-
-def blocks(documents):
-    """Yields lists of documents that follow one another."""
-    block = []
-    total = 0
-    for number, tokens in documents:
-        block.append((number, tokens))
-        total += len(tokens)
-        if len(block) == DOCUMENTS or total >= TOKENS:
-            yield block
-            block = []
-            total = 0
-    if block:
-        yield block
 
 
 def packed_order(lengths, size, room):

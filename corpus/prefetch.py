@@ -1,7 +1,10 @@
-"""Items that a thread makes ahead: a rank's batches, the texts of fineweb.py; without torch."""
+"""Batches of items, made ahead in threads for training and for fineweb.py; without torch."""
 
 import collections
 import concurrent.futures
+import threading
+
+from corpus import LONG
 
 
 def prefetched(items, depth):
@@ -19,3 +22,32 @@ def prefetched(items, depth):
             yield item
     finally:
         pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
+
+
+def batched(items, size_of, most=256, size=LONG):
+    """Yields lists of items that follow one another: at most `most`, of `size` together or one."""
+    batch = []
+    total = 0
+    for item in items:
+        total += size_of(item)
+        if batch and (len(batch) == most or total > size):
+            yield batch
+            batch = []
+            total = size_of(item)
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def in_background(call, *args):
+    """The Future of call(*args), in a thread for which the end of the process does not wait."""
+    future = concurrent.futures.Future()
+
+    def work():
+        try:
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future

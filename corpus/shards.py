@@ -7,11 +7,10 @@ and build-nanogpt's .npy shards.
 
 import bisect
 import concurrent.futures
-import glob
+import contextlib
 import hashlib
 import os
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -23,30 +22,26 @@ from system import files
 HEADER_BYTES = 1024
 # magic: (version, token dtype), as in llm.c
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-BLOCKS = 16  # of a file, of which its fingerprint is made
+BLOCKS = 16  # of a file, of which its sampled digest is made
 BLOCK_BYTES = 1 << 16
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
-
-def is_shard_name(value):
-    return files.plain_name(value) and split_of(value) is not None
-
-
-SHARD = {"name": is_shard_name, "sha256": files.text, "mask_sha256?": files.sha256}
+SHARD = {"name": files.plain_name, "sha256": files.text, "mask_sha256?": files.sha256}
 MANIFEST = {
     "tokenizer": files.text,
     "vocab_size": files.id_count,
     "eot": files.count,
     "shards?": [SHARD],
-    "dtype?": ("uint16", "uint32"),
     "settings?": {"pack?": (files.count, None)},
     "token_bytes_sha256?": files.sha256,
 }
 
 
-def damaged(path, found, expected, advice=f"bring it back, or {MAKE_DATA}"):
+def damaged(path, found, expected):
     """A DataError for a file of the data that is not as it should be."""
-    return DataError(f"{path} is damaged: found {found}, expected {expected}; {advice}")
+    return DataError(
+        f"{path} is damaged: found {found}, expected {expected}; bring it back, or {MAKE_DATA}"
+    )
 
 
 def read_manifest(folder):
@@ -66,17 +61,26 @@ def read_manifest(folder):
     return {}
 
 
+def listed(folder):
+    """{name: SHA-256} of the shards and masks in a folder's manifest."""
+    found = {}
+    for shard in read_manifest(folder).get("shards", ()):
+        found[shard["name"]] = shard["sha256"]
+        if "mask_sha256" in shard:
+            found[mask_path(shard["name"]).name] = shard["mask_sha256"]
+    return found
+
+
 def read_token_bytes(folder):
     """UTF-8 bytes of each token id from token_bytes.npy, None without a manifest.
 
     Raises DataError.
     """
-    path = Path(folder, "token_bytes.npy")
     expected = read_manifest(folder).get("token_bytes_sha256")
     if expected is None:
         return None
-    if not path.is_file() or files.digest(path)[1] != expected:
-        raise damaged(path, "no file, or another SHA-256", "the one in manifest.json")
+    path = Path(folder, "token_bytes.npy")
+    verify_file(path, expected)
     return np.load(path)
 
 
@@ -97,17 +101,14 @@ def read_header(path):
         raise damaged(
             path,
             found=f"magic {magic}, version {version}, {count} tokens and {size} bytes",
-            expected=f"llm.c's header and {need} bytes",
-            advice=f"name it train.bin or val.bin if nanoGPT wrote it, else {MAKE_DATA}",
+            expected=f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
         )
     return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
 
 
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's train.bin or val.bin, as a read-only memory map."""
-    with as_user_error(
-        f"{path} is damaged", DataError, f"; if it can be read at all, remove it and {MAKE_DATA}"
-    ):
+    with as_user_error(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
         if path.suffix != ".npy":
             count, dtype, offset = read_header(path)
             return np.memmap(path, dtype, "r", offset, count)
@@ -142,61 +143,59 @@ def split_of(name):
 
 def find_shards(folder, split):
     """Sorted paths of a split: the manifest's shards, or any, or nanoGPT's. Raises DataError."""
+    if not os.path.isdir(folder):
+        why = "is a file, not a folder of shards" if os.path.exists(folder) else "does not exist"
+        raise DataError(f"data_dir={folder} {why}; {MAKE_DATA}, or ./quickstart.sh makes a first")
     nanogpt = f"{split}.bin"
-    found = sorted(glob.glob(f"*{split}*", root_dir=folder))
-    names = [name for name in found if split_of(name) == split or name == nanogpt]
+    names = []
+    for name in sorted(os.listdir(folder)):
+        if split_of(name) == split or name == nanogpt:
+            names.append(name)
     kinds = {(name == nanogpt, Path(name).suffix) for name in names}
     if len(kinds) > 1:
         raise DataError(f"{folder} holds {names[0]} and {names[-1]}; keep one kind, move the other")
-    listed = read_manifest(folder).get("shards")
-    if listed is not None:
-        expected = {shard["name"] for shard in listed if split_of(shard["name"]) == split}
+    if "shards" in read_manifest(folder):
+        expected = {name for name in listed(folder) if split_of(name) == split}
         for name in sorted(expected ^ {*names}):
             wrong = "is not one of them; move it away"
             if name in expected:
                 wrong = "is missing; bring it back"
             raise DataError(f"{folder}/manifest.json lists the shards, and {name} {wrong}")
-    paths = [Path(folder, name) for name in names]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(
-                f"{path} is a folder, a pipe or a device; expected a file; move it away"
-            )
-    if paths:
-        return paths
-    if os.path.isfile(folder):
-        made = f"python fineweb.py --dataset={shlex.quote(str(folder))}"
-        raise DataError(f"{folder} is a file, not a folder of shards; make one with {made}")
-    if not os.path.isdir(folder):
-        here = ""
-        if os.path.basename(folder) == "quickstart":
-            here = "; ./quickstart.sh makes this one"
-        raise DataError(f"no such folder: {folder}; {MAKE_DATA}{here}")
-    hint = "make one, or train without: --eval_interval=0" if split == "val" else MAKE_DATA
-    raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}")
+    if not names:
+        hint = MAKE_DATA
+        if split == "val":
+            hint = "make one, or train without: --eval_interval=0"
+        raise DataError(
+            f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}"
+        )
+    return [Path(folder, name) for name in names]
+
+
+def split_files(folder, split):
+    """The paths of a split's shards and of their masks."""
+    paths = find_shards(folder, split)
+    return paths + [mask_path(path) for path in paths if mask_path(path).is_file()]
 
 
 def fingerprint(folders, split):
-    """A digest of the content of a split of folders, behind the number of its version.
+    """A digest of what tells a split's data from other data; for that no file is read whole.
 
-    It is made of the manifests' SHA-256 and of blocks of every file; dry runs read all, see
-    `verify`. Raises DataError.
+    It is made of separators, bytes of ids, the manifests' SHA-256 and blocks of every file.
+    Raises DataError.
     """
     lines = []
     for folder in folders:
-        paths = find_shards(folder, split)
-        listed = {shard["name"]: shard for shard in read_manifest(folder).get("shards", ())}
-        for path in paths:
-            if path.name in listed:
-                shard = listed[path.name]
-                lines += [shard["sha256"], shard.get("mask_sha256", "")]
-        masks = [mask_path(path) for path in paths if mask_path(path).is_file()]
+        manifest = read_manifest(folder)
+        lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
+        paths = split_files(folder, split)
+        known = listed(folder)
+        lines += [known.get(path.name, "") for path in paths]
         with (
             as_user_error(f"{folder} cannot be read", DataError),
             concurrent.futures.ThreadPoolExecutor(8) as pool,
         ):
-            lines += pool.map(sampled_digest, [*paths, *masks])
-    return "2:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+            lines += pool.map(sampled_digest, paths)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def sampled_digest(path):
@@ -213,6 +212,32 @@ def sampled_digest(path):
     return found.hexdigest()
 
 
+def whole_digests(folders):
+    """{"whole_train": digest of every byte, "whole_val": ...}; takes a second for a GB to be read.
+
+    A file older than the manifest that lists it counts by the SHA-256 there. Raises DataError for
+    one that was changed since.
+    """
+    found = {}
+    for split in ("train", "val"):
+        digests = ""
+        for folder in folders:
+            known = listed(folder)
+            paths = []
+            with contextlib.suppress(DataError):  # a folder may have no validation
+                paths = split_files(folder, split)
+            for path in paths:
+                sha256 = known.get(path.name)
+                if sha256 is None:
+                    sha256 = files.digest(path)[1]
+                elif path.stat().st_mtime_ns >= Path(folder, "manifest.json").stat().st_mtime_ns:
+                    verify_file(path, sha256)
+                digests += sha256
+        if digests:
+            found[f"whole_{split}"] = hashlib.sha256(digests.encode()).hexdigest()
+    return found
+
+
 def verify(data_dir):
     """Compares every shard and mask of the folders with the manifest's SHA-256.
 
@@ -220,23 +245,17 @@ def verify(data_dir):
     """
     for folder, _ in mixture.folders(str(data_dir)):
         # somebody else's shards have no checksums
-        for shard in read_manifest(folder).get("shards", ()):
-            path = Path(folder, shard["name"])
-            verify_file(path, shard["sha256"])
-            if "mask_sha256" in shard:
-                verify_file(mask_path(path), shard["mask_sha256"])
+        for name, sha256 in listed(folder).items():
+            verify_file(Path(folder, name), sha256)
 
 
 def verify_file(path, sha256):
-    expected = f"SHA-256 {sha256}"
-    if path.is_symlink():
-        found = "a link"
-    elif path.is_file():
-        found = f"SHA-256 {files.digest(path)[1]}"
-    else:
-        found = "no file"
-    if found != expected:
-        raise damaged(path, found, f"the manifest's file, {expected}")
+    """Raises DataError unless a file is there and has this SHA-256."""
+    found = "no file"
+    if path.is_file():
+        found = files.digest(path)[1]
+    if found != sha256:
+        raise damaged(path, found, f"the manifest's SHA-256 {sha256}")
 
 
 class Shards:
@@ -263,18 +282,12 @@ class Shards:
         self.paths = find_shards(folder, split)
         # a slice of a memmap takes five times as long as one of its view as an array
         self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]
-        dtype = np.dtype(manifest.get("dtype", self.shards[0].dtype))
-        for path, shard in zip(self.paths, self.shards):
-            if shard.dtype != dtype:
-                raise damaged(
-                    path, f"{len(shard)} {shard.dtype.name} tokens", f"tokens of {dtype.name}"
-                )
         self.begins = np.cumsum([0, *map(len, self.shards)]).tolist()  # of each shard in the circle
         self.tokens = self.begins[-1]
         masks = [mask_path(path) for path in self.paths]
         self.masks = None
-        listed = any("mask_sha256" in shard for shard in manifest.get("shards", ()))
-        if listed or any(mask.exists() for mask in masks):
+        known = listed(folder)
+        if any(mask.exists() or mask.name in known for mask in masks):
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
     def read(self, position, count):
@@ -282,7 +295,8 @@ class Shards:
 
         None in place of the second: all do.
         """
-        ids, has_loss = [], []
+        ids = []
+        has_loss = []
         while count:
             position %= self.tokens
             shard = bisect.bisect_right(self.begins, position) - 1
@@ -301,11 +315,6 @@ class Shards:
             position += len(part)
             count -= len(part)
         return np.concatenate(ids), np.concatenate(has_loss) if has_loss else None
-
-    def document_starts(self):
-        """The positions of all separators."""
-        found = [np.flatnonzero(shard == self.eot) for shard in self.shards]
-        return np.concatenate([starts + begin for starts, begin in zip(found, self.begins)])
 
 
 def tokenizer_of(folder, manifest):

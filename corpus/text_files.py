@@ -1,4 +1,8 @@
-"""Local texts for fineweb.py: which kinds of files are read, and how (a table in docs/data.md)."""
+"""Local texts for fineweb.py: which kinds of files are read, and how (a table in docs/data.md).
+
+The package datasets is not used for them: it takes one type for a field of all records, reads the
+first of several frames of zstd, and names no line.
+"""
 
 import bz2
 import codecs
@@ -11,8 +15,9 @@ import lzma
 import os
 import re
 from collections import Counter
+from dataclasses import dataclass
 
-from corpus import DataError, as_user_error
+from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
 from system.files import digest
 
@@ -23,13 +28,53 @@ SUFFIXES = (
     ".sh .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php "
     ".pl .pm .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
 ).split()
-TEXTS = ("", *SUFFIXES)  # one document in a file
 OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
-# how a file begins that Git LFS has not fetched
-POINTER = b"version https://git-lfs.github.com/spec/"
-BEFORE_JSON = codecs.BOM_UTF8 + b" \t\r\n"  # bytes that may precede a list
-# a field beside the text: what its reading changed or left out, or None
-WARNING = "warning of fineweb.py"
+CHATS = (("messages",), ("conversations",))  # fields of dialogues
+# How files begin that hold something else than their name says
+BEGINNINGS = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS; run git lfs pull",
+    b"\x1f\x8b": "gzip; name it *.gz",
+    b"\x28\xb5\x2f\xfd": "zstd; name it *.zst",
+    b"\xfd7zXZ": "xz; name it *.xz",
+    b"BZh91AY&SY": "bzip2; name it *.bz2",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    codecs.BOM_UTF16_LE: "UTF-16; convert it to UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16; convert it to UTF-8",
+}
+
+
+@dataclass
+class Document:
+    """where: its file and line, or its number. value: a text, messages, or (prompt, completion)."""
+
+    where: str
+    value: str | list | tuple | None  # None: it is left out
+    tools: list | None = None  # of a dialogue
+
+
+class Tally:
+    """What is left out or replaced: {what: [how many, the first of them]}."""
+
+    def __init__(self, skip_bad=False):
+        self.skip_bad = skip_bad
+        self.found = {}
+
+    def add(self, what, first):
+        """Counts one; the same `first` counts once, as of a file that is read twice."""
+        count, one = self.found.get(what, (0, first))
+        if not count or first != one:
+            self.found[what] = (count + 1, one)
+
+    def bad(self, where, why):
+        """Counts a document that cannot be read; DataError unless such ones are to be left out."""
+        if not self.skip_bad:
+            raise DataError(
+                f"{where}: {why}; mend it, or leave such documents out with --skip_bad_documents"
+            )
+        self.add("bad documents left out", f"{where}: {why}")
+
+    def __str__(self):
+        return "; ".join(f"{n:,} {what}, the first: {one}" for what, (n, one) in self.found.items())
 
 
 def kind(path):
@@ -51,7 +96,8 @@ def local_files(dataset):
     """
     parts = [dataset]
     if not os.path.exists(dataset):
-        if named_as_on_hub(dataset):
+        named = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset)
+        if named and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
             return None
         parts = dataset.split(",")
     files = []
@@ -65,54 +111,43 @@ def local_files(dataset):
             elif os.path.exists(path):  # no dangling link
                 found.append(readable(path))
         if not found:
-            words = f"; {what_is_left_out(left_out)}" if left_out else ""
-            raise UserError(f"dataset={dataset}: no text file matches {part!r}{words}")
+            raise UserError(
+                f"dataset={dataset}: no text file matches {part!r}{what_is_left_out(left_out)}"
+            )
         files += found
     if left_out:
-        print(what_is_left_out(left_out))
+        print(f"{len(files):,} files{what_is_left_out(left_out)}")
     return list(dict.fromkeys(files))
 
 
-def named_as_on_hub(dataset):
-    """Whether it is NAME or OWNER/NAME, without a suffix of the files that folders are read for."""
-    named = re.fullmatch(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*", dataset)
-    return named and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}
-
-
 def what_is_left_out(left_out):
-    """A line about the files of folders that are not read. left_out: {suffix: number of them}."""
+    """Words about the files of folders that are not read. left_out: {suffix: number of them}."""
+    if not left_out:
+        return ""
     words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in left_out.most_common())
-    for suffix in left_out:
-        if suffix in SUFFIXES:
-            return f"left out of folders: {words}; a glob reads more, as in 'FOLDER/**/*{suffix}'"
-    return f"left out of folders: {words}"
+    return f"; left out of folders, for a glob as in 'FOLDER/**/*.md' to name: {words}"
 
 
 def files_in(folder, left_out):
-    """The files of FOLDERS in a folder and below it, sorted, none hidden, each once.
+    """The files of FOLDERS in a folder and below it, sorted, none hidden.
 
-    left_out: counts others by suffix, and links that lead out of the folder.
+    left_out: counts others by suffix, and links, which may lead out of the folder or in a circle.
     """
-    paths = []
-    # os.walk follows no link to a folder, as there may be a circle
+    found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names = [name for name in names if not name.startswith(".")]
-        paths += [os.path.join(parent, name) for name in (*folders, *names)]
-    found = {}
-    top = os.path.realpath(folder)
-    for path in sorted(paths):
-        real = os.path.realpath(path)
-        suffix, _ = kind(path)
-        if os.path.islink(path) and os.path.commonpath([top, real]) != top:
-            left_out["links out of them"] += 1
-        elif not os.path.isfile(path) or os.path.basename(path) in OURS or real in found:
-            continue
-        elif suffix in FOLDERS:
-            found[real] = path
-        else:
-            left_out[suffix] += 1
-    return [*found.values()]
+        for name in names + folders:
+            path = os.path.join(parent, name)
+            suffix, _ = kind(path)
+            if name.startswith(".") or name in OURS:
+                continue
+            if os.path.islink(path):
+                left_out["links"] += 1
+            elif os.path.isfile(path) and suffix in FOLDERS:
+                found.append(path)
+            elif os.path.isfile(path):
+                left_out[suffix] += 1
+    return sorted(found)
 
 
 def readable(path):
@@ -120,7 +155,7 @@ def readable(path):
     if not os.path.isfile(path):
         raise UserError(f"dataset: {path} is a pipe or a device; write it to a file first")
     suffix, _ = kind(path)
-    if suffix not in (*RECORDS, *TEXTS):
+    if suffix not in ("", *RECORDS, *SUFFIXES):
         raise UserError(
             f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a "
             "table as .jsonl, rename another text; known: "
@@ -135,169 +170,116 @@ def contents(files):
         return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
 
 
-def local_documents(paths, keys, skip_bad):
-    """Yields {field: text, or JSON of messages, WARNING: ...} of each document.
-
-    The first bad one raises DataError. With skip_bad a file's bad documents are one row without
-    text, so that a cached copy tells of them too.
-    """
-    empty = dict.fromkeys((*keys, WARNING))
-    read = 0
+def local_documents(paths, keys, tally):
+    """Yields the Document of each record with the fields `keys`; raises DataError."""
     for path in paths:
-        bad = []
-        for number, record in enumerate(records(path, keys), 1):
-            if isinstance(record, bytes) and not record.strip():
-                continue
-            try:
-                yield empty | fields(record, keys)
-                read += 1
-            except ValueError as error:
-                bad.append(f"{path}:{number}: {error}")
-                if not skip_bad:
-                    raise DataError(
-                        f"{bad[0]}; mend it, or leave such documents out with --skip_bad_documents"
-                    ) from None
-        if bad:
-            yield empty | {
-                WARNING: shown(f"left out {len(bad):,} bad documents, the first is {bad[0]}")
-            }
-    if not read:
-        raise DataError(f"no document in {len(paths):,} files, the first is {paths[0]}")
+        for number, record in enumerate(records(path, keys, tally), 1):
+            if not isinstance(record, bytes) or record.strip():
+                yield document(f"{path}:{number}", record, keys, tally)
 
 
-def shown(words):
-    """`words` as text that Arrow keeps, also with the name of a file that is not UTF-8."""
-    return words.encode("utf-8", "backslashreplace").decode()
-
-
-class Zstd(io.RawIOBase):
-    """The bytes of a .zst file of one frame or several, of any window of `zstd --long=31`."""
-
-    def __init__(self, file):
-        self.chunks = zstd_chunks(file)
-        self.chunk = io.BytesIO()  # what is not yet read of one
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not (size := self.chunk.readinto(buffer)):
-            chunk = next(self.chunks, None)
-            if chunk is None:
-                return 0
-            self.chunk = io.BytesIO(chunk)
-        return size
-
-
-def zstd_chunks(file):
-    """Yields decompressed parts of a file; EOFError if it is cut, which zstandard does not tell."""
-    import zstandard  # where no such file is read it need not be installed
-
-    frame = None
-    while packed := file.read(1 << 14):  # which may become some hundred MB
-        while packed:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            yield frame.decompress(packed)
-            packed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame:
-        raise EOFError("it ends within a frame of zstd")
-
-
-COMPRESSED = {".zst": Zstd, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-
-
-def opened(path):
-    """The open file, decompressed. Raises DataError for what Git LFS has put in its place."""
-    file = open(path, "rb")
-    if file.peek(len(POINTER)).startswith(POINTER):
-        raise DataError(f"{path} is a pointer of Git LFS to the file; fetch it with git lfs pull")
-    _, compression = kind(path)
-    if compression:
-        return io.BufferedReader(COMPRESSED[compression](file))
-    return file
-
-
-def records(path, keys):
-    """Yields the documents of a file.
-
-    Each is {field: value}, a line of JSON as bytes, or a row of parquet as a batch.
-    """
-    import pyarrow.parquet
-
-    suffix, _ = kind(path)
-    with as_user_error(f"{path} cannot be read", DataError), opened(path) as file:
-        if suffix == ".parquet":
-            table = pyarrow.parquet.ParquetFile(file)
-            known = set(keys) <= set(table.schema_arrow.names)
-            for batch in table.iter_batches(256, columns=list(keys) if known else None):
-                yield from (batch.slice(i, 1) for i in range(len(batch)))
-        elif suffix not in RECORDS:
-            yield from plain_text(path, file, keys)
-        elif suffix == ".json" and file.peek(99).lstrip(BEFORE_JSON).startswith(b"["):
-            yield from json.loads(file.read().decode("utf-8-sig"))
-        else:
-            yield from iter(file.readline, b"")
-
-
-def plain_text(path, file, keys):
-    """Yields the one document of a text file, and what was replaced in it; none if it is empty."""
-    data = file.read()
-    if b"\0" in data[:8192] or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(
-            f"{path} is not text in UTF-8: it has zero bytes; leave it out or convert it"
-        )
-    text = data.decode("utf-8-sig", "replace")
-    lost = text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
-    words = None
-    if lost:
-        words = shown(
-            f"{path} is not UTF-8 throughout: {lost:,} characters were replaced by U+FFFD"
-        )
-    if begins_with_record(data, keys if kind(path)[0] else ()):
-        raise DataError(
-            f"{path} holds records of JSON, not text; name it *.jsonl, or *.json if it is a list"
-        )
-    if text:  # else it is empty, or a byte order mark alone
-        yield {keys[0]: text, WARNING: words}
-
-
-def begins_with_record(data, keys):
-    """Whether the first line of `data` is a JSON object with fields `keys`, or a list of such."""
+def document(where, record, keys, tally):
+    """The Document of a record, a line of JSON, a row of parquet or {field: value}."""
     try:
-        first = json.loads(data[: data.find(b"\n") + 1 or None])
-    except (ValueError, RecursionError):
-        return False
-    if isinstance(first, list) and first:
-        first = first[0]
-    return isinstance(first, dict) and set(keys) <= first.keys()
+        values, tools = fields(record, keys)
+    except ValueError as error:
+        tally.bad(where, error)
+        return Document(where, None)
+    return Document(where, values[0] if len(values) == 1 else tuple(values), tools)
 
 
 def fields(record, keys):
-    """{key: text, or JSON of messages} of an item of `records`; ValueError says what is wrong."""
-    form = "valid JSON in UTF-8" if isinstance(record, bytes) else "valid UTF-8"
-    try:
-        if isinstance(record, bytes):
+    """([value of each key], tools) of a record; ValueError says what is wrong."""
+    if isinstance(record, bytes):
+        try:
             record = json.loads(record.decode("utf-8-sig"))
-        elif hasattr(record, "to_pylist"):  # one row, as one that cannot be decoded costs no other
-            (record,) = record.to_pylist()
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not {form} ({error})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is not valid JSON in UTF-8 ({error})") from None
+    elif hasattr(record, "to_pylist"):  # one row, as one that cannot be decoded costs no other
+        (record,) = record.to_pylist()
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
         raise ValueError(
             f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}"
         )
-    row = {WARNING: record.get(WARNING)}
-    for key in keys:
-        text = record[key]
-        if keys == ("messages",) and text is not None:
-            text = json.dumps(text, ensure_ascii=False, default=str)
-        if not isinstance(text, str):
-            raise ValueError(f"its field {key} is {json.dumps(text, default=str)[:40]}, not text")
-        if re.search("[\ud800-\udfff]", text):
+    values = [record[key] for key in keys]
+    for key, value in zip(keys, values):
+        if keys in CHATS and isinstance(value, list):
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"its field {key} is {json.dumps(value, default=str)[:40]}, not text")
+        if re.search("[\ud800-\udfff]", value):
             raise ValueError("it holds half of a surrogate pair")
-        row[key] = text
-    return row
+    return values, record.get("tools")
+
+
+def zstd_open(file):
+    """Reads several frames, and tells of one that is cut; a window has at most 128 MB."""
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+COMPRESSED = {".zst": zstd_open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+def opened(path, keys):
+    """(the open file, decompressed, its first bytes that are no blanks).
+
+    Raises DataError if it holds something else than its name says.
+    """
+    suffix, compression = kind(path)
+    file = open(path, "rb")
+    if compression and not file.peek(7).startswith(b"version"):  # of Git LFS
+        file = io.BufferedReader(COMPRESSED[compression](file))
+    head = file.peek(8192)[:8192]
+    found = [words for beginning, words in BEGINNINGS.items() if head.startswith(beginning)]
+    start = head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+    if suffix == ".parquet":
+        pass
+    elif b"\0" in head:
+        found.append("no text in UTF-8, as it has zero bytes; convert it or leave it out")
+    elif suffix not in RECORDS:
+        if re.match(rb'\[?\s*\{.*"' + re.escape(keys[0].encode()) + rb'"\s*:', start):
+            found.append("records of JSON; name it *.jsonl, or *.json if it is a list")
+    elif start.startswith(b"[") and suffix != ".json":
+        found.append("a list of JSON, expected an object a line; name it *.json")
+    elif re.match(rb"\{\s*\n", start):
+        found.append("an object over several lines; write an object a line, or a list in a .json")
+    if found:
+        raise DataError(f"{path} holds {found[0]}")
+    return file, start
+
+
+def records(path, keys, tally):
+    """Yields the records of a file: {field: value}, a line of JSON, or a row of parquet."""
+    import pyarrow.parquet
+
+    suffix, _ = kind(path)
+    if suffix not in RECORDS:
+        yield {keys[0]: "".join(text_parts(path, keys, tally))}
+        return
+    with as_user_error(f"{path} cannot be read", DataError):
+        file, start = opened(path, keys)
+        if suffix == ".parquet":
+            table = pyarrow.parquet.ParquetFile(file)
+            columns = {*keys, "tools"} & {*table.schema_arrow.names}
+            for batch in table.iter_batches(32, columns=[*columns] if columns >= {*keys} else None):
+                yield from (batch.slice(i, 1) for i in range(len(batch)))
+        elif start.startswith(b"["):
+            yield from json.loads(file.read().decode("utf-8-sig"))
+        else:
+            yield from file
+
+
+def text_parts(path, keys, tally):
+    """Yields a text file in parts, without a byte order mark; U+FFFD where it is not UTF-8."""
+    replaced = False
+    with as_user_error(f"{path} cannot be read", DataError):
+        file, _ = opened(path, keys)
+        text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline="")
+        while part := text.read(LONG):
+            replaced = replaced or "\ufffd" in part
+            yield part
+    if replaced:
+        tally.add("files with U+FFFD, as in place of bytes that are not UTF-8", path)

@@ -1,9 +1,8 @@
-"""Text to token ids and back: tiktoken's, Llama 3's tokenizer.model, a tokenizer.json, or bytes.
+"""Text to token ids and back: tiktoken's encodings, a tokenizer.json, or bytes.
 
 "<|endoftext|>" in a document is plain text: `encode_special` alone parses special tokens.
 """
 
-import base64
 import functools
 import json
 import re
@@ -14,7 +13,8 @@ import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from corpus import VOCABULARIES, as_user_error
+from corpus import LONG, VOCABULARIES, as_user_error
+from corpus.prefetch import batched
 from system.errors import UserError, warn
 from system.files import read_json, write_atomic
 
@@ -37,6 +37,7 @@ HIDDEN = [b for b in range(256) if not chr(b).isprintable() or b == 32]
 # GPT-2's files write a printable byte as its own character, others as characters from U+0100 on.
 CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in range(256)]
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
+BLANKS = re.compile(r"(?<=[^\W_])\s|(?<=\S) ")  # before which all encodings split a text
 PROBE = (
     "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
     "🙂\u00a0DON'T\r\n x = f(y)  \n"
@@ -66,17 +67,24 @@ class Tokenizer:
         return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text.
+        """An array of ids (self.dtype) for each text; long ones are encoded in parts.
 
         A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
         """
+        found = [[] for _ in texts]
+        for batch in batched(numbered_parts(texts), lambda item: len(item[1]), size=LONG):
+            rows = self._encode_some([part for _, part in batch])
+            for (number, _), row in zip(batch, rows):
+                found[number].append(np.asarray(row, self.dtype))
+        return [np.concatenate(rows) for rows in found]
+
+    def _encode_some(self, texts):
         with as_user_error(f"tokenizer={self.name} fails"):
             try:
-                rows = self.encoder(texts)
+                return self.encoder(texts)
             # gigatoken and tokenizers raise TypeError for a surrogate
             except (UnicodeError, TypeError):
-                rows = self.encoder([without_surrogates(text) for text in texts])
-        return [np.asarray(row, self.dtype) for row in rows]
+                return self.encoder([without_surrogates(text) for text in texts])
 
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
@@ -96,6 +104,32 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
+
+
+def numbered_parts(texts):
+    """Yields (number of the text, part of it) for parts of at most LONG characters."""
+    for number, text in enumerate(texts):
+        for part in parts([text]):
+            yield number, part
+
+
+def parts(chunks):
+    """Yields a text, given in chunks, in parts of at most LONG characters.
+
+    They end at one of BLANKS, in the absence of that anywhere.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        begin = 0
+        while len(text) - begin > LONG:
+            end = begin + LONG
+            for found in BLANKS.finditer(text, end - LONG // 16, end):
+                end = found.start()
+            yield text[begin:end]
+            begin = end
+        text = text[begin:]
+    yield text
 
 
 class Tiktoken(Tokenizer):
@@ -142,8 +176,7 @@ class HuggingFace(Tokenizer):
     def __init__(self, name, data, folder=None):
         self.inner, self.text = inner_tokenizer(name, data, folder)
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            first_with_special = self.inner.encode(PROBE).ids[:1]
-            first = self._encode([PROBE])[0][:1]
+            first = self.inner.encode("a").ids[:1]
             lost = not self._encode([UNKNOWN])[0]
         if lost:
             warn(
@@ -152,9 +185,8 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        begins_text = []  # what the tokenizer.json itself puts before a text
-        if first_with_special != first:
-            begins_text = [s for s, i in self.special.items() if [i] == first_with_special]
+        # what the tokenizer.json itself puts before a text
+        begins_text = [s for s, i in self.special.items() if [i] == first]
         separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
@@ -302,10 +334,7 @@ def read(name):
     if path and path.is_file():
         with as_user_error(f"tokenizer={name} cannot be read"):
             data = path.read_bytes()
-        if path.suffix == ".model":
-            tokenizer = llama3(name, data)
-        else:
-            tokenizer = HuggingFace(name, data, path.parent)
+        tokenizer = HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
         return tokenizer
     others = [other for other in VOCABULARIES if Path(name, other).is_file()]
@@ -316,8 +345,7 @@ def read(name):
         )
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
-        f"{', '.join(tiktoken.list_encoding_names())}, or the path of a folder with "
-        "tokenizer.json, of that file, or of Llama 3's tokenizer.model"
+        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder"
     )
 
 
@@ -338,35 +366,7 @@ def file_of(name):
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
-    return path if path.suffix in (".json", ".model") else None
-
-
-def llama3(name, data):
-    """Llama 3's tokenizer.model: lines of "base64 rank"; Meta's lack the 256 special tokens."""
-    reserved = [f"reserved_special_token_{i}" for i in range(251)]
-    names = [
-        "begin_of_text",
-        "end_of_text",
-        *reserved[:4],
-        "start_header_id",
-        "end_header_id",
-        reserved[4],
-    ]
-    names += ["eot_id", *reserved[5:]]
-    with as_user_error(
-        f"tokenizer={name} is not a file of 'base64 rank' lines like Llama 3's (a SentencePiece "
-        "model?); give its tokenizer.json instead"
-    ):
-        ranks = {}
-        for line in filter(None, data.splitlines()):
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        special = {f"<|{s}|>": len(ranks) + i for i, s in enumerate(names)}
-        parts = dict(pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        return Tiktoken(name, tiktoken.Encoding(name, **parts), LLAMA3_PATTERN)
-
-
-warn_once = functools.cache(warn)  # not at each checkpoint
+    return path if path.suffix == ".json" else None
 
 
 @functools.lru_cache(4)
@@ -376,12 +376,7 @@ def is_one(path, changed):
     changed: when it was written, for the cache.
     """
     try:
-        with as_user_error(f"{path} is no tokenizer"):
-            data = path.read_bytes()
-            if path.suffix == ".model":
-                llama3(str(path), data)
-            else:
-                Inner.from_str(data.decode())
+        read(str(path))
     except UserError as error:
         warn(f"{error}; it is not copied")
         return False
@@ -389,42 +384,34 @@ def is_one(path, changed):
 
 
 def beside(folder):
-    """Paths of the files that go with a folder's tokenizer and may be copied.
+    """Paths of the files that go with a folder's tokenizer and may be copied."""
+    found = [file_beside(folder, name) for name in BESIDE]
+    return [path for path in found if path]
 
-    Links out of the folder may not.
+
+def file_beside(folder, name):
+    """The path of a file in a folder; None without one.
+
+    A link out of the folder counts as none: a stranger's may name any file of this machine. But a
+    hub's cache consists of links, into its own blobs/.
     """
-    found = []
-    for path in (Path(folder, name) for name in BESIDE):
-        if path.is_file() and leads_out(path):
-            warn_once(f"{path} is a link out of its folder; it is not copied")
-        elif path.is_file():
-            found.append(path)
-    return found
-
-
-def leads_out(path):
-    """Whether a file is a link out of its folder, but to the blobs/ of a hub's cache."""
+    if folder is None or not Path(folder, name).is_file():
+        return None
+    path = Path(folder, name)
     to = path.resolve().parent
-    in_cache = to.name == "blobs" and to.parent.name.startswith(("models--", "datasets--"))
-    return to != path.parent.resolve() and not in_cache
+    if to != path.parent.resolve() and to.name != "blobs":
+        warn_once(f"{path} is a link out of its folder; it is left out")
+        return None
+    return path
 
 
-def refuse_link(path):
-    """Raises UserError for a link that `leads_out`.
-
-    A stranger's link may name any file of this machine.
-    """
-    if leads_out(path):
-        raise UserError(f"{path} is a link out of its folder; put the file itself there")
+warn_once = functools.cache(warn)  # not at each checkpoint
 
 
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
-    if folder is None or not Path(folder, name).is_file():
-        return {}
-    path = Path(folder, name)
-    refuse_link(path)
-    return read_json(path, form={})
+    path = file_beside(folder, name)
+    return read_json(path, form={}) if path else {}
 
 
 def special_tokens(folder):
@@ -451,11 +438,6 @@ def add_tokens(inner, folder):
     if listed is None:  # older files
         listed = {}
         files = read_beside(folder, "special_tokens_map.json") | files
-        for token, i in read_beside(folder, "added_tokens.json").items():
-            if inner.token_to_id(token) != i:
-                raise ValueError(
-                    f"added_tokens.json has {token!r}; save the tokenizer with a newer transformers"
-                )
     tokens = [added_token(listed[i]) for i in sorted(listed, key=int)]
     known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
     named = [v for key, v in files.items() if key.endswith("_token") and isinstance(v, str | dict)]
@@ -468,10 +450,10 @@ def add_tokens(inner, folder):
         if token.content not in known:
             special[token.content] = token
     count = inner.add_tokens([*tokens, *special.values()])
-    for i, token in listed.items():
-        found = inner.token_to_id(token["content"])
-        if found != int(i):
-            raise ValueError(f"it gives {token['content']!r} the id {i}; it comes as {found}")
+    ids = {token["content"]: int(i) for i, token in listed.items()}
+    for token, i in (ids | read_beside(folder, "added_tokens.json")).items():
+        if inner.token_to_id(token) != i:
+            raise ValueError(f"{token!r} has the id {i}, and comes as {inner.token_to_id(token)}")
     return count
 
 

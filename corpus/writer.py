@@ -7,21 +7,18 @@ and once all is written manifest.json with checksums.
 import contextlib
 import io
 import json
-import shutil
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
-from tqdm import tqdm
 
-from corpus import DataError, as_user_error, packing
+from corpus import AGAIN, DataError, as_user_error, packing
 from corpus.prefetch import prefetched
-from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, open_shard, split_of
+from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, split_of
 from system import files
 from system.errors import UserError
 
-RECORDED = SHARD | dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
-RECORD = {"settings": {}, "shards": [RECORDED]}
+COUNTS = dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
+RECORD = {"settings": {}, "shards": [SHARD | COUNTS]}
 
 
 def is_position(value):
@@ -35,26 +32,25 @@ def written_here(name):
     return name in own or split_of(str(Path(name).with_suffix(".bin"))) is not None
 
 
-def write_shards(batches, encode, progress, name):
-    """Writes the missing shards, named after `name`.
+def write_shards(batches, encode, progress, source):
+    """Writes the missing shards, named after a fineweb.Source.
 
-    batches: of documents from progress.position on.
+    batches: of documents from progress.position on. encode: of a batch, an array for each.
     """
+    name = source.short
     given = progress.settings
-    first, _ = progress.position
-    # inf if there is no limit, which tqdm takes for no total
-    most = (given["max_tokens"] or float("inf")) + given["val_tokens"]
-    written = progress.total("tokens")
-    bar = tqdm(
-        desc=name, initial=written, total=most, unit=" tokens", unit_scale=True, disable=None
-    )
-    with bar, contextlib.closing(prefetched(batches, 4)) as batches:
-        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1)
+    with contextlib.closing(prefetched(batches, 2)) as batches:
+        first, _ = progress.position
+        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1, source.begun)
         if given["val_tokens"] and not progress.shards:
-            write_validation(rows, progress, name, bar)
-        all_read = write_training(rows, progress, name, bar)
+            write_validation(rows, progress, name)
+        all_read = write_training(rows, progress, name)
     val = progress.total("tokens", "val")
     train = progress.total("tokens", "train")
+    if not val + train:
+        raise DataError(
+            f"dataset={source.name}: all documents are empty or left out; {source.tally}"
+        )
     if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
         raise DataError(
             f"{val:,} of {val + train:,} tokens are for validation, by "
@@ -64,14 +60,24 @@ def write_shards(batches, encode, progress, name):
         )
 
 
-def write_validation(rows, progress, name, bar):
+def tokenized(batches, encode, number, least, begun):
+    """Yields (number, row) of documents of at least `least` tokens besides the separator."""
+    for batch in batches:
+        for row in encode(batch):
+            if number >= begun:
+                yield number, row[1:]  # without the separator
+            elif len(row) > least:
+                yield number, row
+            number += 1
+
+
+def write_validation(rows, progress, name):
     """Writes whole documents, in the source's order with pack too, until they have val_tokens."""
     parts = []
     left = progress.settings["val_tokens"]
     for number, row in rows:
         parts.append(row)
         left -= len(row)
-        bar.update(len(row))
         position = (number + 1, 0)
         if left <= 0:
             break
@@ -79,7 +85,7 @@ def write_validation(rows, progress, name, bar):
         progress.write_shard(name, "val", parts, position)
 
 
-def write_training(rows, progress, name, bar):
+def write_training(rows, progress, name):
     """Cuts the documents from progress.position on into shards.
 
     Returns whether there are no more of them.
@@ -94,7 +100,6 @@ def write_training(rows, progress, name, bar):
         return False
     parts = []
     for number, row in rows:
-        bar.update(len(row) - done)
         while done < len(row):
             part = row[done : done + left]
             parts.append(part)
@@ -112,18 +117,6 @@ def write_training(rows, progress, name, bar):
     return True
 
 
-def tokenized(batches, encode, number, least):
-    """Yields (number, row) of documents of at least `least` tokens besides the separator."""
-    for batch in batches:
-        try:
-            for row in encode(batch):
-                if len(row) > least:
-                    yield number, row
-                number += 1
-        except UserError as error:
-            raise DataError(f"document {number + 1}: {error}") from None
-
-
 class Progress:
     """The record of a run in its folder: progress.json while it lasts, then manifest.json."""
 
@@ -136,56 +129,40 @@ class Progress:
         self.manifest = out / "manifest.json"
         self.record = out / "progress.json"
         self.finished = self.manifest.exists()
-        saved = self._read()
         for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
-        if saved is None or (not saved["shards"] and saved["settings"] != settings):
-            self._begin()
-        else:
+        if self.finished:
+            self._go_on(files.read_json(self.manifest, DataError, RECORD))
+            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
+            return
+        saved = None
+        if self.record.exists():
+            saved = files.read_json(self.record, DataError, RECORD | {"next": is_position})
+        if saved and (saved["shards"] or saved["settings"] == settings):
             self._go_on(saved)
-
-    def _begin(self):
-        """Makes the record; UserError if there are shards without one."""
-        if stray := sorted([*self.out.glob("*.bin"), *self.out.glob("*.mask")]):
-            raise UserError(
-                f"out_dir={self.out} holds {stray[0].name} and no record of it; use another"
-            )
-        self._save()
+            self.position = saved["next"]
+        elif stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
+            raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
+        else:
+            self._save()
 
     def _go_on(self, saved):
-        """Takes the record of the same settings; UserError or DataError if it does not hold."""
+        """Takes a record of the same settings; UserError or DataError if it does not hold."""
         before = saved["settings"]
         for key in self.settings | before:
             if self.settings.get(key) != before.get(key):
-                was = f"{key}={before.get(key)}, not {self.settings.get(key)}"
-                if "sha" in key:
-                    was = f"another {key}"
                 raise UserError(
-                    f"out_dir={self.out} was begun with {was}; use another --out_dir, or remove it"
+                    f"out_dir={self.out} was begun with {key}={before.get(key)}, not "
+                    f"{self.settings.get(key)}; use another --out_dir, or remove it"
                 )
         self.shards = saved["shards"]
-        self.position = saved.get("next", self.position)
         for shard in self.shards:
-            path, size = self.out / shard["name"], shard["bytes"]
-            if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
+            path = self.out / shard["name"]
+            if not path.is_file() or path.stat().st_size != shard["bytes"]:
                 raise DataError(
-                    f"{path} is missing, a link, or not {size} bytes; restore it or remove "
+                    f"{path} is missing, or not {shard['bytes']} bytes; restore it or remove "
                     f"{self.out}"
                 )
-
-    def _read(self):
-        """What is recorded in the folder, None if there is nothing."""
-
-        def error(words):
-            return DataError(f"{words}; remove the folder {self.out}")
-
-        if self.finished:
-            saved = files.read_json(self.manifest, error, RECORD)
-            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
-            return saved
-        if self.record.exists():
-            return files.read_json(self.record, error, RECORD | {"next": is_position})
-        return None
 
     def room(self):
         """How many tokens the next training shard may have."""
@@ -201,7 +178,7 @@ class Progress:
         path = self.out / f"{name}_{split}_{index:06d}.bin"
         tokens = np.concatenate(parts)
         if tokens.dtype.names:  # (token, loss)
-            write(mask_path(path), np.packbits(tokens["loss"], bitorder="little"))
+            write(mask_path(path), np.packbits(tokens["loss"], bitorder="little").tobytes())
             tokens = tokens["token"]
         header = np.zeros(HEADER_BYTES // 4, "<i4")
         for magic, (version, dtype) in FORMATS.items():
@@ -221,6 +198,7 @@ class Progress:
             shard["targets"] = int(np.bitwise_count(np.fromfile(mask, np.uint8)).sum())
             shard["mask_sha256"] = files.digest(mask)[1]
         self.shards.append(shard)
+        print(f"{path}: {len(tokens):,} tokens")
         self.position = position
         self._save()
 
@@ -254,39 +232,6 @@ class Progress:
 
 
 def write(path, data):
-    """files.write_atomic; a failure, as on a full disk, is a DataError with the room needed."""
-    room = (
-        f"{memoryview(data).nbytes:,} bytes to write, {shutil.disk_usage(path.parent).free:,} free"
-    )
-    with as_user_error(f"{path}: {room}", DataError, "; make room", again=True):
+    """files.write_atomic; a failure, as on a full disk, is a DataError."""
+    with as_user_error(f"{path} of {len(data):,} bytes", DataError, f"; make room{AGAIN}"):
         files.write_atomic(path, data)
-
-
-def fetch_shards(name, revision, max_shards, progress):
-    """Downloads the missing shards of `name`, a hub dataset that is tokenized already."""
-    tokenizer = progress.tokenizer
-    hub = dict(repo_type="dataset", revision=revision)
-    with as_user_error(f"dataset={name} cannot be read", DataError, again=True):
-        listed = [
-            file for file in huggingface_hub.HfApi().list_repo_files(name, **hub) if "/" not in file
-        ]
-        val = sorted(file for file in listed if split_of(file) == "val")
-        train = sorted(file for file in listed if split_of(file) == "train")
-        if not train:
-            raise DataError(
-                f"dataset={name} holds no *_train_000001.bin; for texts, without --shards"
-            )
-        missing = [*val, *train[:max_shards]][len(progress.shards) :]
-        for file in tqdm(missing, desc=name, unit=" shards", disable=None):
-            path = progress.out / file
-            for needed in (mask_path(path).name, file):
-                if needed in listed:  # texts have no masks
-                    files.patiently(
-                        huggingface_hub.hf_hub_download, name, needed, local_dir=progress.out, **hub
-                    )
-            tokens = open_shard(path)
-            if tokens.dtype != tokenizer.dtype or tokens.max() >= tokenizer.vocab_size:
-                raise DataError(
-                    f"{path} holds other ids than {tokenizer.name}'s; name their --tokenizer"
-                )
-            progress.add(file, tokens, (0, 0))

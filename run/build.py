@@ -94,7 +94,6 @@ def make_loader(cfg, world):
         "train",
         batch_tokens=cfg.batch_tokens,
         shuffle_seed=cfg.shuffle_seed,
-        align=cfg.align_documents,
         allow_data_change=cfg.allow_data_change,
         **options,
     )

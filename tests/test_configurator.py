@@ -44,6 +44,19 @@ def test_defaults_and_flags():
     )
 
 
+def test_a_home_in_a_path_is_expanded(monkeypatch):
+    """The shell expands --key ~/x alone; a prompt keeps its text."""
+    from sample import Config as SampleConfig
+
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--data_dir=~/a:0.5,~/b:0.5", "--init_from=hf:~/w", "--out_dir=~", "--tokenizer=a~/b"]
+    cfg = configure(settings.Config, words)
+    assert (cfg.data_dir, cfg.init_from) == ("/home/me/a:0.5,/home/me/b:0.5", "hf:/home/me/w")
+    assert (cfg.out_dir, cfg.tokenizer) == ("/home/me", "a~/b")
+    cfg = configure(SampleConfig, ["--checkpoint=~/x", "--prompt=~/x"])
+    assert (cfg.checkpoint, cfg.prompt) == ("/home/me/x", "~/x")
+
+
 def test_a_number_or_a_word():
     """Also where typing makes typing.Union of it, not types.UnionType, as Python 3.11 does."""
 

@@ -12,17 +12,17 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
-from test_fineweb import contents, hub_cache, prepare, shard_tokens, stopped_after  # noqa: F401
+from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 import model as models
-import sample
 import train
 from configurator import configure
-from corpus import tokenizer
+from corpus import chat, tokenizer
 from corpus.chat import Dialogues
-from corpus.loader import DataError, FolderRows, TokenLoader
-from corpus.shards import Shards, mask_path, verify
-from run import build, trained
+from corpus.loader import DataError, TokenLoader
+from corpus.shards import mask_path, verify
+from corpus.text_files import Document, Tally
+from run import build
 from scale import parallel
 from settings import Config
 from system.errors import UserError
@@ -88,7 +88,7 @@ def chatml(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
+def data(tmp_path_factory, chatml):
     """(folder of shards of the dialogues, the file of the dialogues)."""
     root = tmp_path_factory.mktemp("chats")
     lines = [
@@ -100,8 +100,23 @@ def data(tmp_path_factory, chatml, hub_cache):  # noqa: F811
     return root / "d", root / "chats.jsonl"
 
 
-def rows_of(folder, *documents):
-    return list(Dialogues(tokenizer.load(str(folder))).rows(documents))
+def rows_of(folder, *values, tally=None, tools=None):
+    """The rows of dialogues, or of pairs if they are tuples."""
+    pairs = any(isinstance(value, tuple) for value in values)
+    dialogues = Dialogues(tokenizer.load(str(folder)), tally or Tally(), pairs)
+    return list(dialogues.rows(Document(f"a:{i}", v, tools) for i, v in enumerate(values, 1)))
+
+
+def with_loss(folder, row):
+    """The text of a row's tokens with loss, the parts of several answers apart."""
+    tok = tokenizer.load(str(folder))
+    edges = np.flatnonzero(np.diff(row["loss"].astype(int), prepend=0, append=0))
+    return [tok.decode(row["token"][a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def said(*turns, **more):
+    """Messages of roles and contents that follow one another."""
+    return [dict(role=r, content=c, **more) for r, c in zip(turns[::2], turns[1::2])]
 
 
 def read_mask(folder, split):
@@ -140,24 +155,116 @@ def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, refe
         assert row["loss"].tolist() == [False, *map(bool, expected["assistant_masks"])]
 
 
+# The end of a turn behind what is marked, after a line break, and as the next role's token.
+BEHIND = CHATML.replace("{%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}").replace(
+    "| trim + '<|im_end|>'", "| trim"
+)
+NEXT_LINE = BEHIND.replace("{{- '<|im_end|>' }}", "{{- '\\n<|im_end|>' }}")
+NO_END = (
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+MARKED_NO_END = NO_END.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+TALK = ("user", "a?", "assistant", "yes", "user", "b?", "assistant", "no")
+
+
+@pytest.mark.parametrize("template, first, second", [
+    (PLAIN, "yes<|im_end|>", "no<|im_end|>"),
+    (BEHIND, "yes<|im_end|>", "no<|im_end|>"),
+    (NEXT_LINE, "yes\n<|im_end|>", "no\n<|im_end|>"),
+    (NO_END, "yes<|im_end|>", "no"),
+    (MARKED_NO_END, "yes<|im_end|>", "no"),
+])  # fmt: skip
+def test_the_token_that_ends_a_turn_carries_loss_and_stops_a_reply(
+    chatml, tmp_path, template, first, second
+):
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    config = dict(chat_template=template, eos_token="<|endoftext|>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (row,) = rows_of(folder, said(*TALK))
+    assert with_loss(folder, row) == [first, second]
+    tok = tokenizer.load(str(folder))
+    assert chat.stop_ids(folder, tok) == {tok.eot, tok.special["<|im_end|>"]}
+
+
+@pytest.mark.parametrize("template", [BEHIND, NEXT_LINE, MARKED_NO_END])
+def test_beyond_the_end_of_turn_masks_are_those_of_transformers(chatml, template):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(chatml)
+    ours = chat.Template(chatml, tokenizer.load(str(chatml)))
+    ours.text, ours.marks_answers = template, True
+    options = dict(chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
+    for messages in questions()[:40]:
+        ids, loss = ours.tokens(messages)
+        expected = theirs.apply_chat_template(messages, **options)
+        mask = np.array(expected["assistant_masks"], bool)
+        assert list(ids) == expected["input_ids"] and loss[mask].all()
+        more = {theirs.decode([ids[at]]).strip() for at in np.flatnonzero(loss & ~mask)}
+        assert more <= {"<|im_end|>", ""}
+
+
 def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
     folder = shutil.copytree(chatml, tmp_path / "t")
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     each = "{% if m.train %}" + marked + "{% else %}{{ m.content }}{% endif %}"
     (folder / "chat_template.jinja").write_text("{% for m in messages %}" + each + "{% endfor %}")
-    said = lambda content, **more: dict(role="assistant", content=content, **more)
-    first, second = rows_of(folder, [said("no"), said("yes", train=True)], [said("no")])
-    tok = tokenizer.load(str(folder))
-    assert (
-        tok.decode(first["token"][first["loss"]]) == "yes"
-        and tok.decode(first["token"][1:]) == "noyes"
-    )
-    assert not len(second)
-    # a part that ends at the first token
-    (row,) = rows_of(folder, [said("b", train=True), said("no")])
-    assert tok.decode(row["token"][row["loss"]]) == "b" and row["loss"].sum() == 1
-    with pytest.raises(UserError, match="a message holds U.FDD0 or U.FDD1") as error:
-        rows_of(folder, [said("a\ufdd0b", train=True)])
+    no, yes = said("assistant", "no"), said("assistant", "yes", train=True)
+    first, second, third = rows_of(folder, no + yes, no, said("assistant", "b", train=True) + no)
+    assert with_loss(folder, first) == ["yes"] and len(first) == 1 + 4 and not len(second)
+    assert with_loss(folder, third) == ["b"]  # a part that ends at the first token
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+@pytest.mark.parametrize("template", [PLAIN, CHATML])
+def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template, key):
+    """As in OpenAI's files and axolotl's."""
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "chat_template.jinja").write_text(template)
+    messages = said(*TALK)
+    messages[1][key] = 0
+    messages[3][key] = True
+    tally = Tally()
+    rows = rows_of(folder, messages, [messages[1]], tally=tally)
+    assert with_loss(folder, rows[0]) == ["no<|im_end|>"] and not len(rows[1])
+    assert "1 dialogues without an answer" in str(tally)
+    messages[1][key] = 0.5
+    with pytest.raises(DataError, match=f"a:1: {key}=0.5"):
+        rows_of(folder, messages)
+
+
+def test_tools_of_a_record_reach_the_template(chatml, tmp_path):
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    (folder / "chat_template.jinja").write_text("{{ tools | tojson }}" + PLAIN)
+    record = {"messages": said(*TALK), "tools": [{"name": "clock"}]}
+    for name, tools in {"a": record["tools"], "b": json.dumps(record["tools"])}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record | {"tools": tools}) + "\n")
+        given = dict(text_key="messages", tokenizer=str(folder), val_tokens=0)
+        prepare(tmp_path / name, tmp_path / f"{name}.jsonl", **given)
+        text = tokenizer.load(str(folder)).decode(read_mask(tmp_path / name, "train")[0])
+        assert '[{"name": "clock"}]<|im_start|>user' in text
+
+
+def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
+    """ShareGPT's names, Gemma's model; a dialogue without an answer is counted."""
+    sharegpt = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]
+    lines = [sharegpt, said("user", "a?", "model", "yes"), said("User", "a?", "Assistant", "yes")]
+    lines += [said("user", "a?", "narrator", "yes")]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"conversations": m}) + "\n" for m in lines))
+    given = dict(text_key="conversations", tokenizer=str(chatml), val_tokens=0)
+    told = prepare(tmp_path / "d", file, **given)
+    assert f"1 dialogues without an answer left out, the first: {file}:4 (user, narrator)" in told
+    (expected,) = rows_of(chatml, said("user", "a?", "assistant", "yes"))
+    tokens, loss = read_mask(tmp_path / "d", "train")
+    assert tokens.tolist() == expected["token"].tolist() * 3
+    assert loss.tolist() == expected["loss"].tolist() * 3
+    file.write_text(json.dumps({"conversations": lines[-1]}) + "\n")
+    with pytest.raises(DataError, match="without an answer") as error:
+        prepare(tmp_path / "e", file, **given)
     one_line(error)
 
 
@@ -168,7 +275,7 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
         tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks
     )
     tok = tokenizer.load(str(folder))
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " yes ", "x": None}]
+    talk = said("user", "a", "assistant", " yes ", x=None)
     (row,) = rows_of(folder, talk)
     assert tok.decode(row["token"]) == (
         "<|begin_of_text|><|start|>user<|end|>\n\na<|eot|><|start|>assistant<|end|>\n\nyes<|eot|>"
@@ -198,16 +305,6 @@ def test_prompt_and_completion_without_a_template(tmp_path):
         0,
         1,
     ]
-
-
-@pytest.mark.gpt2
-def test_a_folder_with_the_name_of_a_tokenizer_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "tokenizer.json").write_text("{}")
-    (row,) = rows_of("gpt2", ("a", "b"))
-    assert row["token"].tolist() == [50256, 64, 65] and row["loss"].tolist() == [True, False, True]
-    assert trained.folders(sample.Config(checkpoint="out"), tokenizer.load("gpt2")) == [Path("out")]
 
 
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
@@ -251,8 +348,6 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tm
         return sorted(pairs[a:b] for a, b in zip(at, at[1:]))
 
     assert documents(tmp_path / "d") == documents(data[0])
-    shift = lambda folder: FolderRows(Shards(folder, "train"), 1, 256, 1, False).shift
-    assert shift(tmp_path / "d") == 0 and shift(data[0]) == 98  # rows that were packed stay whole
 
 
 SHAPE = dict(
@@ -372,84 +467,58 @@ def test_damaged_masks(data, tmp_path):
     mask = folder / "chats_train_000001.mask"
     good = mask.read_bytes()
     mask.write_bytes(bytes([good[0] ^ 4]) + good[1:])
-    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: found SHA-256"):
+    with pytest.raises(DataError, match="chats_train_000001.mask is damaged"):
         verify(folder)
-    mask.write_bytes(good[:-1])
-    with pytest.raises(DataError, match="found 375 bytes, expected 376 for 3001 tokens"):
-        TokenLoader(folder, "train", 1, 16)
-    mask.unlink()
-    with pytest.raises(DataError, match="found 0 bytes, expected 376"):
-        TokenLoader(folder, "train", 1, 16)
-    with pytest.raises(DataError, match="chats_train_000001.mask is damaged: found no file"):
+    for damage in (lambda: mask.write_bytes(good[:-1]), mask.unlink):
+        damage()
+        with pytest.raises(DataError, match="expected 376"):
+            TokenLoader(folder, "train", 1, 16)
+    with pytest.raises(DataError, match="no file"):
         verify(folder)
 
 
-PAIR = [("user", "a"), ("assistant", "b")]
 CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
 
 
-@pytest.mark.parametrize("template, messages, words", [
-    (None, PAIR, "has no chat template; give a folder with one"),
-    (CHANGES, [*PAIR, ("user", "c")], "renders message 2 otherwise when others follow"),
-    (PLAIN, "not a list", "expected a list of {role, content}, got 'not a list'"),
-    ("{% if false %}{% endif %}", [("user", "a"), ("assistant", "\ud800")], None),
-    (PLAIN, [("", "a")], "expected a list of {role, content}"),
+@pytest.mark.parametrize("template, messages, word", [
+    (None, said("user", "a", "assistant", "b"), "template"),
+    ("{{ raise_exception('no') }}", said("user", "a", "assistant", "b"), "TemplateError"),
+    (CHANGES, said("user", "a", "assistant", "b", "user", "c"), "message 2"),
+    (PLAIN, "not a list", "content"),
+    (PLAIN, said("", "a"), "role"),
+    (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),
 ])  # fmt: skip
-def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, words):
+def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):
     folder = shutil.copytree(chatml, tmp_path / "t")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    if isinstance(messages, list):
-        messages = [{"role": role, "content": content} for role, content in messages]
-    if words is None:  # nothing is rendered, so nothing has loss
-        assert [len(row) for row in rows_of(folder, messages)] == [0]
-        return
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=word) as error:
         rows_of(folder, messages)
-    assert words in one_line(error)
-
-
-def test_a_template_that_cannot_be_read_is_one_line(chatml, tmp_path, monkeypatch):
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    (folder / "chat_template.jinja").write_text(PLAIN)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: open(tmp_path / "gone"))
-    with pytest.raises(UserError, match="chat_template.jinja cannot be read: FileNotFoundError"):
-        rows_of(folder)
-
-
-def test_names_of_pairs_may_have_a_blank_between_them(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    given = dict(text_key="prompt, completion", tokenizer="bytes", val_tokens=0)
-    prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
-    assert read_mask(tmp_path / "d", "train")[1].sum() == 2  # the separators carry one
+    one_line(error)
 
 
 def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3])
     )
-    given = dict(
-        text_key="messages", tokenizer=str(shutil.copytree(chatml, tmp_path / "t")), val_tokens=0
-    )
+    folder = shutil.copytree(chatml, tmp_path / "t")
+    given = dict(text_key="messages", tokenizer=str(folder), val_tokens=0)
     prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
-    (tmp_path / "t" / "chat_template.jinja").write_text(PLAIN.replace("trim", "upper"))
-    with pytest.raises(UserError, match="begun with another chat_sha256; use another"):
+    (folder / "chat_template.jinja").write_text(PLAIN.replace("trim", "upper"))
+    with pytest.raises(UserError, match="chat_sha256"):
         prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
 
 
-def test_bad_lines_name_the_document(tmp_path, chatml):
-    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    bad = {"messages": [{"role": None, "content": "a"}]}
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (good, good, bad))
-    )
-    lines = dict(text_key="messages", tokenizer=str(chatml), val_tokens=0)
-    with pytest.raises(DataError, match="document 3: expected a list of {role, content}") as error:
-        prepare(tmp_path / "d", tmp_path / "a.jsonl", **lines)
-    assert one_line(error)
-    (tmp_path / "b.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (good, {"x": 1}, good))
-    )
-    prepare(tmp_path / "g", tmp_path / "b.jsonl", skip_bad_documents=True, **lines)
-    assert json.loads((tmp_path / "g/manifest.json").read_text())["documents"] == 2
-    with pytest.raises(UserError, match="text_key=a,b,c must be one field, or two"):
-        prepare(tmp_path / "f", tmp_path / "a.jsonl", text_key="a,b,c", tokenizer="bytes")
+def test_a_bad_dialogue_is_named_by_its_line_or_left_out_and_counted(tmp_path, chatml):
+    good = {"messages": said("user", "a", "assistant", "b")}
+    bad = {"messages": said(None, "a")}
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (good, bad, good)))
+    given = dict(text_key="messages", tokenizer=str(chatml), val_tokens=0)
+    with pytest.raises(DataError, match=f"{file}:2: .*--skip_bad_documents") as error:
+        prepare(tmp_path / "d", file, **given)
+    one_line(error)
+    told = prepare(tmp_path / "e", file, skip_bad_documents=True, **given)
+    assert f"1 bad documents left out, the first: {file}:2" in told
+    assert json.loads((tmp_path / "e/manifest.json").read_text())["documents"] == 2
+    with pytest.raises(UserError, match="text_key=a,b,c"):
+        prepare(tmp_path / "f", file, text_key="a,b,c", tokenizer="bytes")

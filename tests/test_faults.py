@@ -32,7 +32,6 @@ from conftest import (
     train_here,
     write_shard,
 )
-from test_fineweb import hub_cache  # noqa: F401
 
 import optim
 import sample
@@ -358,7 +357,7 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
 
 
 @pytest.mark.fault(51)
-@pytest.mark.parametrize("settings", [{}, {"pack": 64}, {"streaming": True}, {"max_tokens": 7_000}])
+@pytest.mark.parametrize("settings", [{}, {"pack": 64}, {"shuffle_seed": 1}, {"max_tokens": 7_000}])
 def test_killed_before_the_manifest(tmp_path, settings):
     shards(tmp_path / "whole", **settings)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -393,7 +392,7 @@ def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
         test_fineweb.prepare(tmp_path / "d", tmp_path / name, **said)
     one_line(error)
     left = test_fineweb.prepare(tmp_path / "e", tmp_path / name, skip_bad_documents=True, **said)
-    assert f"left out 1 bad documents, the first is {tmp_path / name}:17" in left
+    assert f"1 bad documents left out, the first: {tmp_path / name}:17" in left
     test_fineweb.prepare(tmp_path / "good", tmp_path / "good.jsonl", **said)
     tokens = lambda name: [t.tolist() for t in test_fineweb.shard_tokens(tmp_path / name, "train")]
     assert tokens("e") == tokens("good")
@@ -442,16 +441,15 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     assert {*names} & {path.name for path in saved.iterdir()} == set() and (
         saved / "tokenizer.json"
     ).exists()
-    assert capsys.readouterr().err.count("is a link out of its folder; it is not copied") == 3
-    for read in (lambda: tokenizer.load(str(folder)), lambda: chat.template_of(folder)):
-        with pytest.raises(UserError, match="is a link out of its folder"):
-            read()
+    assert capsys.readouterr().err.count("is a link out of its folder") == 3
+    assert tokenizer.load(str(folder)).special.keys() == {"<|endoftext|>"}
+    assert chat.template_of(folder) is None
     saved = save_model(tmp_path / "other", model, Config(**SMALL, tokenizer=str(cache)), 1)
     assert all((saved / name).read_text() == blob.read_text() for name in names)
     named = Config(**SMALL, tokenizer=str(secret))  # by a manifest, and never loaded
     saved = save_model(tmp_path / "named", model, named, 1)
     assert not (saved / "tokenizer.json").exists()
-    assert "secret.json is no tokenizer" in capsys.readouterr().err
+    assert "secret.json is not a tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.fault(62)

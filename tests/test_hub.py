@@ -3,17 +3,15 @@
 import json
 import time
 
-import numpy as np
 import pytest
-from conftest import one_line, write_shard
+from conftest import one_line
 from hub import Hub
 from safetensors.torch import save_file
 
 import bench
 import fineweb
 import hellaswag
-from corpus.loader import DataError, TokenLoader
-from corpus.shards import mask_path, verify
+from corpus import DataError
 from run import hf
 from system.errors import UserError
 
@@ -48,80 +46,8 @@ def add(hub, path, data):
     return path
 
 
-def shards(hub, name="me/shards", vocab_size=257):
-    folder = add(hub, f"datasets/{name}/README.md", b"").parent
-    for i, split in enumerate(["val", "train", "train", "train"]):
-        ids = np.random.default_rng(i).integers(0, vocab_size, 30_000)
-        write_shard(folder / f"fw_{split}_{i:06d}.bin", ids)
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-
-
 def prepare(out, **settings):
     fineweb.main(fineweb.Config(out_dir=str(out), tokenizer="bytes", **settings))
-
-
-def test_shards_survive_faults(hub, tmp_path):
-    files = shards(hub)
-    hub.faults = {"tree/v2": [503, "drop"], "val_000000.bin": [429, "short", 503]}
-    hub.faults |= {"train_000001.bin": ["drop", "drop"], "train_000002.bin": [503, "short"]}
-    prepare(tmp_path / "d", dataset="me/shards", shards=True, max_shards=2, revision="v2")
-    assert not any(hub.faults.values())
-    for name in ("fw_val_000000.bin", "fw_train_000001.bin", "fw_train_000002.bin"):
-        assert (tmp_path / "d" / name).read_bytes() == files[name]
-    assert not (tmp_path / "d/fw_train_000003.bin").exists()
-    asked = [
-        (path.rpartition("/")[2], part) for how, path, part in hub.asked if how == "GET" and part
-    ]
-    assert ("fw_train_000001.bin", "bytes=28672-") in asked, "goes on where the connection was lost"
-    verify(tmp_path / "d")
-    assert TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).tokens == 60_000
-    assert json.loads((tmp_path / "d/manifest.json").read_text())["settings"]["revision"] == "v2"
-
-
-@pytest.mark.fault(35)
-def test_shards_that_do_not_come_end_in_one_line_and_the_next_run_goes_on(hub, tmp_path):
-    files, settings = shards(hub), dict(dataset="me/shards", shards=True)
-    for fault, words in {
-        503: "503 Service Unavailable",
-        "short": "size 61024 but has size 30512",
-    }.items():
-        hub.faults = {"train_000002.bin": [fault] * 9}
-        with pytest.raises(
-            DataError, match=f"cannot be read: .*{words}.*run the same command"
-        ) as e:
-            prepare(tmp_path / "d", **settings)
-        assert one_line(e) and len(hub.faults["train_000002.bin"]) == 4, "five tries"
-    hub.faults, hub.asked[:] = {}, []
-    prepare(tmp_path / "d", **settings)
-    assert {name: (tmp_path / "d" / name).read_bytes() for name in files} == files
-    asked = {path.rpartition("/")[2] for _, path, _ in hub.asked}
-    assert asked == {"main", "fw_train_000002.bin", "fw_train_000003.bin"}
-    for settings in (dict(shards=True), {}):
-        with pytest.raises(
-            DataError, match="dataset=me/other cannot be read: RepositoryNotFoundError"
-        ):
-            prepare(tmp_path / "e", dataset="me/other", **settings)
-    add(hub, "datasets/me/texts/a.jsonl", b"")
-    with pytest.raises(
-        DataError, match="dataset=me/texts holds no .*_train_000001.bin; .*without --shards"
-    ):
-        prepare(tmp_path / "f", dataset="me/texts", shards=True)
-    shards(hub, "me/gpt2", 50257)
-    with pytest.raises(DataError, match="holds other ids than bytes.s; name their"):
-        prepare(tmp_path / "g", dataset="me/gpt2", shards=True)
-
-
-def test_masks_come_with_shards_of_dialogues(hub, tmp_path):
-    for name in shards(hub):
-        mask = np.packbits(np.arange(30_000) % 3 == 0, bitorder="little")
-        add(hub, f"datasets/me/shards/{mask_path(name)}", mask.tobytes())
-    prepare(tmp_path / "d", dataset="me/shards", shards=True, max_shards=1)
-    assert {path.name for path in tmp_path.glob("d/*.mask")} == {
-        "fw_val_000000.mask",
-        "fw_train_000001.mask",
-    }
-    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
-    assert [shard["targets"] for shard in manifest["shards"]] == [10_000, 10_000]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -136,6 +62,9 @@ def test_texts_survive_faults(hub, tmp_path, streaming):
         next((tmp_path / out).glob("*_train_000001.bin")).read_bytes() for out in ("local", "hub")
     ]
     assert train[0] == train[1]
+    with pytest.raises(DataError, match="RepositoryNotFoundError|DatasetNotFoundError") as error:
+        prepare(tmp_path / "none", dataset="me/other", val_tokens=1000, streaming=streaming)
+    assert "run the same command" in one_line(error)
 
 
 def test_weights_survive_faults(hub, tmp_path):

@@ -1,8 +1,6 @@
 """loader.py: damaged shards, and the order of rows against a naive numpy reference."""
 
-import hashlib
 import json
-import os
 import time
 
 import numpy as np
@@ -11,9 +9,9 @@ import torch
 from conftest import one_line, read_rows, write_manifest, write_shard
 
 from corpus import shards as shard_files
-from corpus.loader import DataError, TokenLoader, aligned_starts
+from corpus.loader import DataError, TokenLoader
 from corpus.prefetch import prefetched
-from corpus.shards import split_of, verify
+from corpus.shards import verify
 from system.files import digest
 
 # ---- damaged files
@@ -48,19 +46,15 @@ def test_damaged_shards(data):
     good = path.read_bytes()
     int32 = lambda *values: np.array(values, "<i4").tobytes()
     for damage, words in [
-        (good[:-1], "version 1, 307 tokens and 1637 bytes, expected .* and 1638 bytes"),
-        (good + b"\0", "version 1, 307 tokens and 1639 bytes, expected .* and 1638 bytes"),
-        (good[:100], "found magic 20240520, .* and 100 bytes"),
-        (b"", "found magic 0, .* 0 bytes"),
-        (b"abcd" + good[4:], "magic 1684234849, .* llm.c's header.*; name it train.bin or val.bin"),
-        (int32(20240520, 2) + good[8:], "version 2, .* expected llm.c's header"),
-        (int32(20240801) + good[4:], "magic 20240801, version 1, .* expected llm.c's header"),
-        (
-            int32(20240801, 7, 307) + bytes(1012 + 4 * 307),
-            "found 307 uint32 tokens, expected .* uint16",
-        ),
-        (good[:8] + int32(-5) + good[12:], "version 1, -5 tokens"),
-        (good[:8] + int32(2**31 - 1) + good[12:], "expected .* and 4294968318 bytes"),
+        (good[:-1], "1638"),
+        (good + b"\0", "1639"),
+        (good[:100], "magic"),
+        (b"", "magic"),
+        (b"abcd" + good[4:], "nanoGPT"),
+        (int32(20240520, 2) + good[8:], "version 2"),
+        (int32(20240801) + good[4:], "version 1"),
+        (good[:8] + int32(-5) + good[12:], "-5"),
+        (good[:8] + int32(2**31 - 1) + good[12:], "4294968318"),
     ]:
         path.write_bytes(damage)
         with pytest.raises(DataError, match=f"x_train_000002.bin is damaged: .*{words}") as error:
@@ -72,6 +66,7 @@ def test_damaged_shards(data):
 def test_token_beyond_the_vocabulary(data):
     folder, _ = data
     patch(folder / "x_train_000002.bin", 1024 + 2 * 100, np.uint16(60000).tobytes())
+    (folder / "manifest.json").unlink()
     loader = TokenLoader(folder, "train", 4, 16, vocab_size=257)
     with pytest.raises(DataError) as error:
         for _ in range(100):
@@ -89,33 +84,22 @@ def test_other_shards_than_the_manifests(data):
     path = folder / "x_train_000003.bin"
     patch(path, 1500, bytes([path.read_bytes()[1500] ^ 1]))
     TokenLoader(folder, "train", 4, 16, vocab_size=1000)
-    with pytest.raises(DataError, match="x_train_000003.bin is damaged: found SHA-256"):
+    with pytest.raises(DataError, match="x_train_000003.bin is damaged"):
         verify(folder)
     path.unlink()
-    with pytest.raises(DataError, match="x_train_000003.bin is damaged: found no file"):
+    with pytest.raises(DataError, match="no file"):
         verify(folder)
     write_shard(folder / "x_val_000009.bin", range(99))
     for split, words in (
         ("train", "_train_000003.bin is missing"),
-        ("val", "_val_000009.bin is not one of"),
+        ("val", "_val_000009.bin is not"),
     ):
-        with pytest.raises(
-            DataError, match=f"manifest.json lists the shards, and x{words}"
-        ) as error:
+        with pytest.raises(DataError, match=words) as error:
             TokenLoader(folder, split, 4, 16)
         one_line(error)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(DataError, match="manifest.json is damaged"):
         verify(folder)
-
-
-def test_the_last_word_before_the_number_is_the_split():
-    assert (
-        split_of("my_train_val_000000.bin") == "val"
-        and split_of("a_val_train_000001.bin") == "train"
-    )
-    assert split_of("tiny_shakespeare_train.bin") == "train"  # llm.c's
-    assert split_of("train.bin") is split_of("some_training_000001.bin") is None
 
 
 def test_npy_shards_of_build_nanogpt(data, tmp_path):
@@ -145,22 +129,15 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
 @pytest.mark.fault(8)
 def test_no_data(data, tmp_path):
     folder, _ = data
-    nothing = "no such folder: .*absent; make the data with python fineweb.py"
-    for folder_, T, vocab_size, batch_tokens, words in [
-        (tmp_path / "absent", 16, 257, 0, nothing),
-        (__file__, 16, 257, 0, "is a file, not a folder of shards; make one with .* --dataset="),
-        (
-            folder,
-            16,
-            257,
-            4096,
-            "has 1,000 tokens, expected 4,096 for a global batch.* --batch_tokens",
-        ),
-        (folder, 16, 100, 0, "vocab_size=100 is below the tokenizer's; try --vocab_size=257"),
-        (folder, 1000, 257, 0, "has 1,000 tokens, .* each folder 1,001 for a row; .* --block_size"),
+    for place, T, vocab_size, batch_tokens, words in [
+        (tmp_path / "absent", 16, 257, 0, "does not exist"),
+        (__file__, 16, 257, 0, "is a file"),
+        (folder, 16, 257, 4096, "--batch_tokens"),
+        (folder, 16, 100, 0, "--vocab_size=257"),
+        (folder, 1000, 257, 0, "--block_size"),
     ]:
         with pytest.raises(DataError, match=words):
-            TokenLoader(folder_, "train", 4, T, batch_tokens=batch_tokens, vocab_size=vocab_size)
+            TokenLoader(place, "train", 4, T, batch_tokens=batch_tokens, vocab_size=vocab_size)
 
 
 @pytest.mark.fault(10)
@@ -171,22 +148,16 @@ def test_nanogpt_files(data, tmp_path):
     assert loader.next()[0].flatten().tolist() == stream[:16].tolist()
     assert loader.tokenizer is None and loader.token_bytes is None
     loader.close()
-    with pytest.raises(
-        DataError, match=r"holds no val split \(.* or val.bin\); make one, .*: --eval_interval=0"
-    ):
+    with pytest.raises(DataError, match="--eval_interval=0"):
         TokenLoader(tmp_path, "val", 2, 8)
     stream[:203].astype("<u2").tofile(tmp_path / "val.bin")
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
     for content in (b"x" * 2001, b""):
         (tmp_path / "train.bin").write_bytes(content)
-        with pytest.raises(
-            DataError, match="train.bin is damaged: ValueError: .*(empty file|multiple)"
-        ):
+        with pytest.raises(DataError, match="train.bin is damaged"):
             TokenLoader(tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
-    with pytest.raises(
-        DataError, match="holds train.bin and x_train_000001.bin; keep one kind"
-    ) as error:
+    with pytest.raises(DataError, match="keep one kind") as error:
         TokenLoader(tmp_path, "train", 2, 8)
     assert one_line(error)
 
@@ -194,24 +165,14 @@ def test_nanogpt_files(data, tmp_path):
 # ---- the order
 
 
-def naive_starts(stream, T, align):
-    """First tokens of the rows of one epoch, one by one."""
-    n, p, starts = len(stream), 0, []
-    while p < n:
-        starts.append(p)
-        inside = [q for q in range(p + 1, p + T + 1) if q == n or (q < n and stream[q] == 256)]
-        p = inside[-1] if align and inside else p + T
-    return starts
-
-
-def naive_rows(stream, T, seed=None, align=False):
+def naive_rows(stream, T, seed=None):
     """Yields all rows of T+1 tokens, epoch after epoch; shuffled ones begin elsewhere in each."""
-    starts, epoch = naive_starts(stream, T, align), 0
+    starts, epoch = range(0, len(stream), T), 0
     while True:
         order, shift = range(len(starts)), 0
         if seed is not None:
             order = np.random.default_rng((seed, epoch)).permutation(len(starts))
-            shift = 0 if align else epoch * round(0.382 * T) % T
+            shift = epoch * round(0.382 * T) % T
         for first in (starts[w] + shift for w in order):
             yield np.take(stream, range(first, first + T + 1), mode="wrap")
         epoch += 1
@@ -221,31 +182,14 @@ def take(rows, n):
     return np.stack([next(rows) for _ in range(n)])
 
 
-def test_aligned_rows_begin_at_documents(data):
-    folder, stream = data
-    rng = np.random.default_rng(1)
-    for _ in range(200):  # the vectorised starts against naive_starts, on streams of all kinds
-        n, T = rng.integers(2, 120), rng.integers(1, 40)
-        stream = np.where(rng.random(n) < rng.choice([0, 0.02, 0.2, 1]), 256, 0)
-        starts = aligned_starts(np.flatnonzero(stream == 256), n, T)
-        assert starts.tolist() == naive_starts(stream, T, True)
-        seen = np.unique((starts[:, None] + np.arange(1, T + 1)) % n)
-        assert len(seen) == n, "every token is a target at least once"
-    (folder / "manifest.json").unlink()
-    with pytest.raises(DataError, match="align_documents"):
-        TokenLoader(folder, "train", 3, 16, align=True)
-
-
-ORDERS = [{}, {"align": True}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "align": True}]
+ORDERS = [{}, {"shuffle_seed": 3}]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("T", [7, 16, 999])
 def test_a_global_batch_is_the_naive_one_for_any_ranks_and_batch_size(data, order, T):
     folder, stream = data
-    expected = take(
-        naive_rows(stream, T, order.get("shuffle_seed"), order.get("align", False)), 24 * 8
-    )
+    expected = take(naive_rows(stream, T, order.get("shuffle_seed")), 24 * 8)
     for world, B in [(1, 24), (1, 4), (2, 12), (2, 3), (3, 2), (8, 1)]:
         loaders = [
             TokenLoader(folder, "train", B, T, rank, world, 257, **order) for rank in range(world)
@@ -287,83 +231,108 @@ def test_resume_on_other_data(data):
         TokenLoader(folder, "train", 6, 16, shuffle_seed=1).load_state_dict(state)
     write_shard(folder / "x_train_000004.bin", [256, 1, 2])
     (folder / "manifest.json").unlink()
-    loader = TokenLoader(folder, "train", 6, 16)
-    with pytest.raises(DataError) as error:
-        loader.load_state_dict({**state, "rows": 12})
-    assert "tokens 1003, not 1000" in one_line(error) and "--allow_data_change" in str(error.value)
-    loader.close()
-    loader = TokenLoader(folder, "train", 6, 16, allow_data_change=True)
-    loader.load_state_dict({**state, "rows": 12})
-    assert np.array_equal(read_rows(loader, 1)[0], stream[12 * 16 : 13 * 16 + 1])
-    loader.close()
+    with pytest.raises(DataError, match="--allow_data_change") as error:
+        resume(folder, {**state, "rows": 12})
+    assert "tokens 1003, not 1000" in one_line(error)
+    warnings, rows = resume(folder, {**state, "rows": 12}, change=True)
+    assert np.array_equal(rows[0], stream[12 * 16 : 13 * 16 + 1]) and "row 12" in warnings[0]
 
 
-def resume(folder, state, rows=40, change=False, **order):
-    """(warnings, rows read next) of a loader that goes on at a state after so many rows."""
-    T = order.pop("T", 16)
-    loader = TokenLoader(folder, "train", 5, T, allow_data_change=change, **order)
+def resume(folder, state, change=False):
+    """(warnings, rows read next) of a loader that goes on at a state."""
+    loader = TokenLoader(folder, "train", 5, 16, allow_data_change=change)
     try:
-        loader.load_state_dict({**state, "rows": rows})
+        loader.load_state_dict(state)
         return loader.warnings, read_rows(loader, 1)
     finally:
         loader.close()
 
 
-@pytest.mark.fault(102)
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_pipe_is_no_shard(data, split):
-    folder, _ = data
-    path = sorted(folder.glob(f"*_{split}_*"))[0]
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(DataError, match=f"{path} is a folder, a pipe or a device; expected a file"):
-        TokenLoader(folder, split, 5, 16)
-    if split == "val":
-        TokenLoader(folder, "train", 5, 16).close()
+def state_after(folder, batches=8):
+    """The state of a loader that has read so many batches."""
+    loader = TokenLoader(folder, "train", 5, 16)
+    read_rows(loader, batches)
+    loader.close()
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def swap(folder):
+    a, b = sorted(folder.glob("*_train_*"))[:2]
+    first = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(first)
+
+
+def other_eot(folder):
+    change_manifest(folder, eot=255)
+
+
+def other_ids(folder):
+    np.save(folder / "token_bytes.npy", np.full(257, 2, np.int32))
+    change_manifest(folder, token_bytes_sha256=digest(folder / "token_bytes.npy")[1])
+
+
+def change_manifest(folder, **values):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def other_validation(folder):
+    write_shard(folder / "x_val_000000.bin", range(203))
+
+
+def between_the_blocks(folder):
+    """A change that the sampled digest of a large file does not see."""
+    patch(folder / "x_train_000002.bin", 1024 + 2 * 150, b"\x01\x00")
 
 
 @pytest.mark.fault(89)
-@pytest.mark.parametrize("listed", [True, False])
-def test_other_tokens_of_the_same_names_and_lengths_are_refused(data, listed):
-    """Two shards swapped, a text reordered, another validation shard; a copy is the same data."""
+@pytest.mark.parametrize("change", [swap, other_eot, other_ids, other_validation])
+def test_other_data_of_the_same_names_and_lengths_is_refused(data, change):
+    """Shards swapped, another separator, other bytes of the ids; a copy is the same data."""
     folder, stream = data
-    paths = sorted(folder.glob("*_train_*"))
+    for path in sorted(folder.glob("*_train_*"))[:2]:
+        write_shard(path, stream[:333] if "1.bin" in path.name else stream[::-1][:333])
+    write_manifest(sorted(folder.glob("*.bin")))
+    state = state_after(folder)
+    resume(folder, state)
+    change(folder)
+    if change in (swap, other_validation):
+        # as a manifest that was made anew, or is not there
+        manifest = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").unlink()
+        with pytest.raises(DataError, match="is not the data of the checkpoint"):
+            resume(folder, state)
+        (folder / "manifest.json").write_text(manifest)
+        write_manifest(sorted(folder.glob("*.bin")))
+    with pytest.raises(DataError, match="is not the data of the checkpoint") as error:
+        resume(folder, state)
+    one_line(error)
+    assert "other data than before" in resume(folder, state, change=True)[0][0]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_change_between_the_sampled_blocks_is_refused(data, listed, monkeypatch):
+    monkeypatch.setattr(shard_files, "BLOCK_BYTES", 2)
+    monkeypatch.setattr(shard_files, "BLOCKS", 4)
+    folder, _ = data
     if not listed:
         (folder / "manifest.json").unlink()
-    write_shard(paths[1], stream[:333])
-    write_shard(paths[0], stream[::-1][:333])
-    loader = TokenLoader(folder, "train", 5, 16)
-    state = loader.state_dict()
-    loader.close()
-    kept = {path: path.read_bytes() for path in folder.iterdir()}
+    state = state_after(folder)
     resume(folder, state)
+    before = shard_files.fingerprint([folder], "train")
+    between_the_blocks(folder)
+    assert shard_files.fingerprint([folder], "train") == before
+    with pytest.raises(DataError, match="damaged" if listed else "whole_train"):
+        resume(folder, state)
 
-    def swap():
-        for a, b in ((paths[0], paths[1]), (paths[1], paths[0])):
-            a.write_bytes(kept[b])
 
-    changes = {
-        "fingerprint": [swap, lambda: write_shard(paths[2], np.roll(stream[640:], 7))],
-        "validation": [lambda: write_shard(folder / "x_val_000000.bin", stream[200:403])],
-    }
-    if listed:  # another digest in the manifest: what it was made of is not what is there now
-        manifest = (folder / "manifest.json").read_text()
-        other = manifest.replace(digest(folder / "x_val_000000.bin")[1], "0" * 64)
-        changes["validation"] = [lambda: (folder / "manifest.json").write_text(other)]
-    for name, ways in changes.items():
-        for change in ways:
-            change()
-            with pytest.raises(
-                DataError, match=f"is not the data of the checkpoint: {name} 2:.*, not 2:"
-            ):
-                resume(folder, state)
-            assert f"({name} 2:" in resume(folder, state, change=True)[0][0]
-            for path, content in kept.items():
-                path.write_bytes(content)
+def test_a_run_without_validation_goes_on(data):
+    folder, _ = data
+    (folder / "manifest.json").unlink()
+    state = state_after(folder)
     (folder / "x_val_000000.bin").unlink()
-    (folder / "manifest.json").unlink(missing_ok=True)
-    if not listed:
-        resume(folder, state)  # of a run that no longer validates
+    resume(folder, state)
 
 
 def test_blocks_of_a_large_file_are_read_and_its_length(tmp_path, monkeypatch):
@@ -379,54 +348,6 @@ def test_blocks_of_a_large_file_are_read_and_its_length(tmp_path, monkeypatch):
         patch(path, at, content[at : at + 1])
     path.write_bytes(content + b"\0")
     assert shard_files.sampled_digest(path) != before
-
-
-@pytest.mark.fault(89)
-def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_lengths(data):
-    """As they were recorded before fingerprints had a version."""
-    folder, stream = data
-    listing = "x_train_000001.bin 333\nx_train_000002.bin 307\nx_train_000003.bin 360\n"
-    state = dict(rows=0, tokens=1000, fingerprint=hashlib.sha256(listing.encode()).hexdigest()[:16])
-    state |= dict(block_size=16, shuffle_seed=None, align_documents=False)
-    resume(folder, state)
-    (folder / "manifest.json").unlink()
-    (folder / "x_train_000003.bin").rename(folder / "x_train_000004.bin")
-    with pytest.raises(DataError, match="is not the data of the checkpoint: fingerprint"):
-        resume(folder, state)
-
-
-@pytest.mark.fault(108)
-def test_a_change_of_the_order_says_what_is_read_again_and_what_is_left_out(data):
-    folder, stream = data
-
-    def read(rows, **order):  # the first rows of a run
-        one = TokenLoader(folder, "train", 1, 16, **order)
-        try:
-            return [tuple(row) for row in read_rows(one, rows)]
-        finally:
-            one.close()
-
-    own = TokenLoader(folder, "train", 5, 16, shuffle_seed=1)
-    state = own.state_dict()
-    own.close()
-    epoch = own.folders[0].per_epoch
-    [words], _ = resume(folder, state, change=True, shuffle_seed=2)
-    seen, later = set(read(40, shuffle_seed=1)), read(epoch, shuffle_seed=2)[40:]
-    again = sum(row in seen for row in later)
-    assert 0 < again < len(later) == epoch - 40
-    said = (
-        f"goes on at row 40 of {epoch}; of the {epoch - 40} left in this epoch "
-        f"{again} were read already"
-    )
-    assert said in words and "shuffle_seed 2, not 1" in words
-    plain = {**state, "shuffle_seed": None}
-    [words], rows = resume(folder, plain, change=True, T=20)
-    assert "160 tokens are left out" in words and np.array_equal(rows[0], stream[800:821])
-    [words], rows = resume(folder, plain, change=True, T=10)
-    assert "240 tokens are read again" in words and np.array_equal(rows[0], stream[400:411])
-    patch(folder / "x_train_000001.bin", 1600, b"ab")
-    [words], _ = resume(folder, plain, change=True)
-    assert words.endswith("rows before it are left out, and what was read before may come again")
 
 
 @pytest.mark.parametrize("tokens, rows", [(1, 0), (64, 4), (100, 6), (10**9, 12)])

@@ -161,7 +161,8 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="\ud800")))
-    assert chat.stop_ids(folder, tok) == {1, 4}
+    left = {1, 3, 4} if place == "jinja" else {1, 4}  # with the template goes its end of turn
+    assert chat.stop_ids(folder, tok) == left
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
