@@ -13,7 +13,7 @@ import torch
 
 
 class Table:
-    """A plugin of pytest that writes into each row how its tests ended."""
+    """A plugin of pytest that writes into each row how many of its tests passed."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -47,4 +47,4 @@ class Table:
         if "failed" in outcomes:
             return "**fails**"
         passed = outcomes.count("passed")
-        return f"holds ({passed})" if passed else "not run here"
+        return str(passed) if passed else "not run here"
