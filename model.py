@@ -38,46 +38,12 @@ class LearnedPositions(nn.Embedding):
         return x + rows
 
 
-def previous(x):
-    """x of the token before each, zeros for a row's first; x: (..., T, C)."""
-    return F.pad(x, (0, 0, 1, 0))[..., :-1, :]
-
-
-class Previous(nn.Module):
-    """Gives each token what the one before it had.
-
-    Tokens mix in this core and in attention's alone.
-    """
-
-    core = staticmethod(previous)
-
-    def forward(self, x):  # (..., T, C)
-        return self.core(x)
-
-
-class KeyOffset(nn.Module):
-    """A key's last quarter, which RoPE does not turn, is that of the token before.
-
-    So one layer finds what came after a token (https://github.com/KellerJordan/modded-nanogpt).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.previous = Previous()
-
-    def forward(self, k):  # (B, H_kv, T, D)
-        D = k.size(-1)
-        own, moved = k.split([D - D // 4, D // 4], dim=-1)
-        return torch.cat([own, self.previous(moved)], dim=-1)
-
-
 class Rope(nn.Module):
     """Rotary positions for q and k; tables in float32, as in Hugging Face's Llama."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.offset = KeyOffset() if cfg.key_offset else nn.Identity()
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_size), persistent=False)
 
@@ -89,13 +55,8 @@ class Rope(nn.Module):
         self.sin.copy_(angles.sin())
 
     def frequencies(self):
-        """Radians per position of each pair, (D/2,).
-
-        Llama 3.1 divides the slow ones by rope_factor. With key_offset half of them do not turn.
-        """
+        """Radians per position of each pair, (D/2,); Llama 3.1 divides slow ones by rope_factor."""
         cfg, D = self.cfg, self.cfg.head_size
-        if cfg.key_offset:
-            return torch.cat([cfg.rope_theta ** -(torch.arange(0, D, 4) / D), torch.zeros(D // 4)])
         freq = 1.0 / cfg.rope_theta ** (torch.arange(0, D, 2).float() / D)
         if cfg.rope_factor is None:
             return freq
@@ -109,7 +70,7 @@ class Rope(nn.Module):
         cos, sin = self.cos[rows], self.sin[rows]  # (T, D)
         if cos.dim() == 3:  # positions of each row, (B, T)
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return kernels.rope(q, q_norm, cos, sin), self.offset(kernels.rope(k, k_norm, cos, sin))
+        return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)
 
 
 class NoRope(nn.Module):
@@ -125,30 +86,6 @@ class ValueEmbedding(nn.Embedding):
     def forward(self, v, idx):
         rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
         return v + rows.transpose(1, 2).type_as(v)
-
-
-class BigramEmbedding(nn.Module):
-    """Adds a table's row of each token and the one before it to the embedded token.
-
-    The row's number is a hash of the two ids. There are only as many rows as ids, so that pairs
-    share them. They start at zero (https://github.com/KellerJordan/modded-nanogpt).
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.rows = cfg.vocab_size
-        self.table = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.table.init_std = 0.0
-        self.scale = nn.Parameter(torch.empty(1))
-        self.previous = Previous()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.scale, 0.1)
-
-    def forward(self, x, idx):  # (B, T, C), (B, T)
-        before = self.previous(idx.unsqueeze(-1) + 1).squeeze(-1)  # 0 where there is none
-        pair = (before * 1_000_003 ^ idx * 998_244_353) % self.rows
-        return x + self.scale * self.table(pair)
 
 
 class EmbeddingMix(nn.Module):
@@ -315,7 +252,6 @@ class GPT(nn.Module):
         self.embed_norm = nn.Identity()
         if cfg.embed_norm:
             self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=False)
-        self.bigrams = BigramEmbedding(cfg) if cfg.bigram_embedding else Unchanged()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
         self.mixes = nn.ModuleList(Unchanged() for _ in self.blocks)
@@ -349,7 +285,6 @@ class GPT(nn.Module):
 
     def embed(self, idx, positions):
         x = self.embed_norm(self.wpe(self.wte(idx), positions))
-        x = self.bigrams(x, idx)
         return kernels.residual(self.dropout(x))
 
     def token_losses(self, idx, targets):

@@ -35,7 +35,7 @@ GROUP_FORM = {  # of each group in values.json
     "of_each_rank": [files.text],
 }
 # ends of names of tensors with a row per token id
-TABLES = ("wte.weight", "head.weight", "values.weight", "bigrams.table.weight")
+TABLES = ("wte.weight", "head.weight", "values.weight")
 
 
 class MergedTensor:

@@ -240,8 +240,6 @@ class KVCache:
         self.model, self.use_graph = model, use_graph
         self.temperature, self.top_k = temperature, top_k
         self.attentions = context_parallel.attentions(model, "a KV cache")
-        self.shifts = context_parallel.previous_modules(model)
-        self.before = {}  # {call_of a Previous: what it was given of each token}
         self.keys_values = {}  # {call_of an attention: (2, B, H_kv, size, D)}
         self.calls = Counter()  # of modules in the forward under way
         self.length = 0  # tokens whose keys and values are there
@@ -341,17 +339,14 @@ class KVCache:
 
     @contextlib.contextmanager
     def in_place_of_cores(self, positions):
-        """Within it, `attend` stands for each attn.core, and `previous` for each Previous.core."""
-        modules = [*self.attentions, *self.shifts]
-        before = [vars(module).get("core") for module in modules]
+        """Within it, `attend` stands for each attn.core."""
+        before = [vars(module).get("core") for module in self.attentions]
         for module in self.attentions:
             module.core = functools.partial(self.attend, positions, module, module.core)
-        for module in self.shifts:
-            module.core = functools.partial(self.previous, positions, module)
         try:
             yield
         finally:
-            for module, core in zip(modules, before):
+            for module, core in zip(self.attentions, before):
                 if core is None:  # it was its class's
                     del module.core
                 else:
@@ -361,15 +356,6 @@ class KVCache:
         """(module, its how many-eth call in this forward): a block may be used several times."""
         self.calls[module] += 1
         return module, self.calls[module]
-
-    def previous(self, positions, module, x):
-        """Previous.core for the tokens at `positions`, x: (B, ..., T, C) -> as x."""
-        call = self.call_of(module)
-        if call not in self.before:
-            # zeros before the first token
-            self.before[call] = x.new_zeros(*x.shape[:-2], len(self.places) + 1, x.size(-1))
-        self.before[call].index_copy_(-2, positions + 1, x)
-        return self.before[call].index_select(-2, positions)
 
     def attend(self, positions, module, core, q, k, v, *options, **named):
         """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""

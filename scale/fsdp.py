@@ -76,9 +76,9 @@ def units_of(model, cfg, analysis):
     Embedding and head come first: nothing is computed beside their gathers. A head that shares the
     embedding's weight belongs to the root's unit.
     """
-    tables = [[model.bigrams]] if cfg.bigram_embedding else []
+    tables = []
     if not cfg.tie_embeddings:
-        tables += [[model.wte], [model.head]]
+        tables = [[model.wte], [model.head]]
     again = cfg.remat in ("block", "attention")
     runs_once = analysis is not None and analysis.regular and not again
     blocks = list(dict.fromkeys(model.blocks))  # an edit may have one of them several times

@@ -17,10 +17,8 @@ GROUPED = dict(
 )
 MODELS = {
     "gpt2": {},
-    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math"),
+    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math", embedding_mix=1),
     "llama_grouped": LLAMA | GROUPED,
-    "key_offset": dict(LLAMA, n_kv_head=2, key_offset=True),
-    "bigram_embedding": dict(LLAMA, n_kv_head=2, bigram_embedding=True, embedding_mix=1),
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }
 
