@@ -45,12 +45,12 @@ class Rope(nn.Module):
         super().__init__()
         self.cfg = cfg
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_size), persistent=False)
+            table = torch.empty(cfg.block_size, cfg.head_size // 2)
+            self.register_buffer(name, table, persistent=False)
 
     @torch.no_grad()
     def reset_tables(self):
         angles = torch.outer(torch.arange(self.cos.size(0)).float(), self.frequencies())
-        angles = torch.cat((angles, angles), dim=-1)  # (T, D)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -67,7 +67,7 @@ class Rope(nn.Module):
 
     def forward(self, q, k, q_norm, k_norm, positions):
         rows = slice(q.size(2)) if positions is None else positions
-        cos, sin = self.cos[rows], self.sin[rows]  # (T, D)
+        cos, sin = self.cos[rows], self.sin[rows]  # (T, D/2)
         if cos.dim() == 3:  # positions of each row, (B, T)
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)

@@ -73,7 +73,7 @@ class OperationCounter:
         self.where = device_type, dtype
         self.calls = Counter()
         self.attention_flops = 0
-        self.included = 0  # operations to come that the fused kernel of an earlier one includes
+        self.inside = False  # of an operation that is fused, and so are those that it calls
 
     def __enter__(self):
         forms.counting = self
@@ -82,14 +82,19 @@ class OperationCounter:
     def __exit__(self, *_):
         forms.counting = None
 
-    def note(self, operation, reason, inner):
-        """inner: how many other operations this one calls where it is not fused."""
-        if self.included:
-            self.included -= 1
-            return
-        self.calls[operation, reason] += 1
-        if reason is None:
-            self.included = inner
+    def run(self, form, definition, args, kwargs):
+        """A call in plain PyTorch, which the form notes."""
+        outer = self.inside
+        result = form(definition, *args, **kwargs)
+        if result is None:
+            result = definition(*args, **kwargs)
+        self.inside = outer
+        return result
+
+    def note(self, operation, reason):
+        if not self.inside:
+            self.calls[operation, reason] += 1
+            self.inside = reason is None
 
     def weight(self, layer):
         """A linear layer's weight, but no Parameter: only reads by an edit itself are noted."""
@@ -209,6 +214,8 @@ class ModelAnalysis:
         for reason, names in by_reason.items():
             words.append(f"plain: {', '.join(names)} ({reason})")
         rows.append(("operations", "; ".join(words)))
+        for edit in dict.fromkeys(forms.edits.values()):
+            rows.append(("edited", f"{edit}, and runs as it stands, in plain PyTorch"))
         if self.unsaved:
             words = f"{listed(self.unsaved)}: kept from call to call, but in no checkpoint"
             rows.append(("warning", f"{words}; a resumed run begins anew: make it a buffer"))
