@@ -147,7 +147,9 @@ def refuse_other_tokenizer(cfg, tokenizer):
 
 
 def build_model(cfg, world, weights=None, eot=None):
-    """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
+    """(model, ModelAnalysis): prepared, with its first values, loaded.
+
+    On one device and in copies it is built for real; where FSDP2 shards, on meta until then.
 
     cfg: from `choose`. weights: a checkpoint's; None: those of cfg.init_from, or new ones. eot: the
     separator of the data.
@@ -157,9 +159,15 @@ def build_model(cfg, world, weights=None, eot=None):
     refuse_edits(cfg, analysis)
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
-    model = models.on_meta(cfg)
-    prepare(model, cfg, world, eot, analysis)
-    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
+    if is_sharded(cfg):
+        with torch.device(device):  # of what is no parameter
+            model = models.on_meta(cfg)
+        prepare(model, cfg, world, eot, analysis)
+        models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
+    else:
+        dtype = torch.bfloat16 if cfg.weights == "bf16" else torch.float32
+        model = models.build(cfg, device, cfg.seed, dtype)
+        prepare(model, cfg, world, eot, analysis)
     buffers = reshard.persistent_buffers(model)
     if weights:  # older checkpoints have no buffers
         analysis.new = reshard.load_resharded(model, weights, may_lack=buffers)
@@ -206,15 +214,16 @@ def refuse_edits(cfg, analysis):
         raise UserError(f"{again} {analysis.updates[0]} twice; {advice}")
 
 
-def prepare(model, cfg, world, eot, analysis):
-    """Prepares a model that is on meta.
+def is_sharded(cfg):
+    return torch.distributed.is_initialized() and cfg.parallel != "ddp"
 
-    It applies, in this order: fp8, documents, remat, context parallel, compile, FSDP2.
-    """
+
+def prepare(model, cfg, world, eot, analysis):
+    """Applies in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     # imported here, since `import train` need not load these files
     from scale import activation_checkpointing, documents, fsdp
 
-    sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
+    sharded = is_sharded(cfg)
     if cfg.offload_states and not sharded:
         raise UserError(
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"

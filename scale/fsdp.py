@@ -142,6 +142,8 @@ def refuse_undividable(model, units, cfg):
                 wrong = f"is {p.dtype}, other parameters of the block {dtypes[unit]}; take one"
             elif holders.setdefault(p, unit) != unit:
                 wrong = "is shared by blocks; share the module, or try --parallel=ddp"
+            elif p._backward_hooks or p._post_accumulate_grad_hooks:
+                wrong = "has a hook on its gradient, which FSDP2 does not call"
             if wrong:
                 where = f"{prefix}.{name}".removeprefix(".")
                 raise UserError(f"parallel={cfg.parallel}: {where} {wrong}")

@@ -350,7 +350,6 @@ def test_rope(B, H, T, D, normed):
     heads = lambda y: y[..., D : D + H * D].unflatten(-1, (H, D)).transpose(1, 2)
     weight = (1 + torch.randn(D, device=DEVICE) / 4).requires_grad_() if normed else None
     rope_module = models.Rope(GPTConfig(n_embd=H * D, n_head=H, block_size=T + 3)).to(DEVICE)
-    rope_module.reset_tables()
     cos, sin = rope_module.cos[3:], rope_module.sin[3:]
     inputs = [packed, weight][: 1 + normed]
     ours = lambda packed, weight=None: rope.RopeFunction.apply(

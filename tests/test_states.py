@@ -301,7 +301,7 @@ def sharded_by_two(folder):
     cfg = Config(**SHAPE, parallel="fsdp", precision="fp32")
     model = models.on_meta(cfg)
     fsdp.shard(model, cfg, world)
-    models.allocate(model, CPU, 0, whole=parallel.whole)
+    models.allocate(model, CPU, 0)
     state = state_of(make=Own, model=model, alike=True)
     for step in range(2):
         for i, p in enumerate(model.parameters()):
