@@ -19,18 +19,22 @@ EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defau
 
 
 class Written(TorchDispatchMode):
-    """Notes which memory is given values while it is active, but not by `reset_parameters`."""
+    """Notes which memory is given values while it is active, but not by `reset_parameters`.
 
-    def __init__(self):
+    fill: new memory holds NaN.
+    """
+
+    def __init__(self, fill):
         super().__init__()
+        self.fill = fill
         self.given = {}  # {a storage's number: whether it was given values}
         self.storages = {}  # kept, so that no other gets their numbers
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in EMPTY:
-            if result.is_floating_point():
-                result.fill_(torch.nan)  # takes no time on meta
+            if self.fill and result.is_floating_point():
+                result.fill_(torch.nan)
             self.note(result, given=False)
         elif function._schema.is_mutable and not is_running("reset_parameters"):
             for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
@@ -61,13 +65,14 @@ def is_running(name):
     return frame is not None
 
 
-def made(make, place):
+def made(make, place, fill):
     """The model that make() returns; place(parameter) is called as soon as a module has one.
 
+    fill: parameters to which nothing gives values hold NaN.
     model.given: names of the parameters to which `__init__` gave values after their layer was made,
     or instead of the layer's own.
     """
-    written = Written()
+    written = Written(fill)
 
     def register(module, name, parameter):
         if parameter is None:
