@@ -27,8 +27,8 @@ class Written(TorchDispatchMode):
     def __init__(self, fill):
         super().__init__()
         self.fill = fill
-        self.given = {}  # {a storage's number: whether it was given values}
-        self.storages = {}  # kept, so that no other gets their numbers
+        # {a storage's number: (it, so that no other gets its number, whether it was given values)}
+        self.given = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -42,15 +42,12 @@ class Written(TorchDispatchMode):
         return result
 
     def note(self, tensor, given):
-        storage = tensor.untyped_storage()
-        self.given[storage._cdata] = given
-        self.storages[storage._cdata] = storage
+        self.given[number_of(tensor)] = tensor.untyped_storage(), given
 
     def forget(self, tensor, default):
         """Whether it was given values; default: of one that torch.empty did not make."""
-        number = number_of(tensor)
-        self.storages.pop(number, None)
-        return self.given.pop(number, default)
+        _, given = self.given.pop(number_of(tensor), (None, default))
+        return given
 
 
 def number_of(tensor):
@@ -92,7 +89,8 @@ def made(make, place, fill):
         handle.remove()
     model.given = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if written.given[number_of(parameter)]:
+        _, given = written.given[number_of(parameter)]
+        if given:
             model.given.add(name)
     return model
 
