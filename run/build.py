@@ -160,8 +160,7 @@ def build_model(cfg, world, weights=None, eot=None):
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
     if is_sharded(cfg):
-        with torch.device(device):  # of what is no parameter
-            model = models.on_meta(cfg)
+        model = without_parameters(cfg, device)
         prepare(model, cfg, world, eot, analysis)
         models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
     else:
@@ -182,6 +181,19 @@ def build_model(cfg, world, weights=None, eot=None):
     mixing.check(model, cfg, world, autocast(cfg.precision, device), eot)
     model.trained = parallel.trained(model)
     return model, analysis
+
+
+def without_parameters(cfg, device):
+    """A model whose parameters are on meta and whose buffers and other tensors on the device."""
+    try:
+        with torch.device(device):
+            return models.on_meta(cfg)
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        why = f"has parameters without values where FSDP2 shards ({error})".partition("\n")[0]
+        advice = "give them values in reset_parameters() (docs/experiment.md)"
+        raise UserError(f"model.py: an __init__ {why}; {advice}") from error
 
 
 def separator(cfg):
