@@ -1,9 +1,9 @@
 """The operations that model.py calls, each in plain PyTorch: what you read is what runs.
 
-On NVIDIA GPUs in bf16 and fp8 an `operation` has a fused form (fast/forms.py), which computes the
-text that stands here and belongs to it: after an edit your text runs, on every device, and a run's
-start-up summary lists the operation as plain (run/flops.py). Document masks, remat and caches of
-`attention` belong to its text as well.
+Beside an `operation` stands its fused form of fast/forms.py, which NVIDIA GPUs run in bf16 and fp8
+where the comment holds. A form computes the text that stands here, known by its digest
+(fast/texts.py): after an edit your text runs, on every device, and the start-up summary says so.
+Document masks, remat and caches of `attention` belong to its text as well.
 """
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fast import forms
+from fast.chunks import in_chunks
 from fast.forms import operation
 from fast.gradients import same_layout
 
@@ -21,12 +22,12 @@ from fast.gradients import same_layout
 class Linear(nn.Linear):
     """x W^T + b; x: (..., K) -> (..., N)."""
 
-    @operation
+    @operation(forms.linear)  # any widths that 8 divides, as of all forms
     def forward(self, x):
         return F.linear(x, forms.weight_of(self), self.bias)
 
 
-@operation
+@operation(forms.qkv)  # by a Linear without hooks
 def qkv(x, layer, heads, head_dim, separate_v=False):
     """q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
 
@@ -52,7 +53,7 @@ def swiglu(x):
     return F.silu(gate) * up
 
 
-@operation
+@operation(forms.mlp)  # gelu, relu2 or swiglu between two Linear without hooks
 def mlp(x, up, activation, down):
     """down(activation(up(x))); x: (..., C) -> (..., C)."""
     return down(activation(up(x)))
@@ -69,13 +70,13 @@ def residual(x):
 
 
 class LayerNorm(nn.LayerNorm):
-    @operation
+    @operation(forms.layer_norm)
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    @operation
+    @operation(forms.rms_norm)  # with a weight and eps
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -83,20 +84,20 @@ class RMSNorm(nn.RMSNorm):
 # -- positions and attention
 
 
-@operation
+@operation(forms.rope)  # an RMSNorm without hooks, or nn.Identity; tables as of all rows
 def rope(x, layer, cos, sin):
     """Rotates layer(x): (B, H, T, D) by position, in float32; layer: any norm, or nn.Identity.
 
-    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D), whose two
-    halves are equal: the fused kernel reads the first. arxiv.org/abs/2104.09864
+    Dimension i is paired with i + D/2, as in Hugging Face's Llama. cos, sin: (T, D/2), of each
+    pair's angle. arxiv.org/abs/2104.09864
     """
     return rotated(layer(x), cos, sin)
 
 
-@operation  # with a backward of its own on every device
+@operation(forms.rotated)  # a backward of its own, on every device
 def rotated(x, cos, sin):
     first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).type_as(x)
 
 
 # Of each setting's backends the first that takes the shapes, dtype and device runs.
@@ -115,7 +116,7 @@ BACKENDS = {
 }
 
 
-@operation
+@operation(forms.attention)  # PyTorch's own kernels, by `backend`
 def attention(q, k, v, backend, dropout=0.0):
     """Causal softmax attention; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D).
 
@@ -165,13 +166,13 @@ def mean_loss(losses, targets, reduction):
     return losses.sum(dims) / count.clamp(min=1), count
 
 
-@operation
+@operation(forms.cross_entropy)  # a sum, and without gradients each loss
 def cross_entropy(x, head, targets, reduction, vocab_size, softcap):
     """The losses of all targets, "sum", or of each, "none": (B, T), 0 where a target is -100."""
     return plain_loss(x, head.weight, targets, reduction, vocab_size, softcap)
 
 
-@operation  # in chunks of tokens on every device, where the logits of all are large
+@in_chunks  # of tokens, on every device, where the logits of all are large
 def plain_loss(x, weight, targets, reduction, vocab_size, softcap):
     return plain_cross_entropy(F.linear(x, weight), targets, reduction, vocab_size, softcap)
 
@@ -191,6 +192,3 @@ def plain_cross_entropy(logits, targets, reduction, V, softcap):
 def cap(logits, softcap):
     """softcap * tanh(logits / softcap), Gemma 2's bound on the logits; None leaves them."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-forms.find_edits(globals())

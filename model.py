@@ -11,7 +11,6 @@ Llama 3: https://arxiv.org/abs/2407.21783
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import torch
@@ -21,8 +20,8 @@ import torch.nn.functional as F
 import kernels
 from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
+from scale import first_values
 from settings import GPTConfig
-from system.errors import UserError
 
 INIT_STD = 0.02  # GPT-2's, of the weights of linear layers and embeddings
 
@@ -38,64 +37,20 @@ class LearnedPositions(nn.Embedding):
         return x + rows
 
 
-def previous(x):
-    """x of the token before each, zeros for a row's first; x: (..., T, C)."""
-    return F.pad(x, (0, 0, 1, 0))[..., :-1, :]
-
-
-class Previous(nn.Module):
-    """Gives each token what the one before it had.
-
-    Tokens mix in this core and in attention's alone.
-    """
-
-    core = staticmethod(previous)
-
-    def forward(self, x):  # (..., T, C)
-        return self.core(x)
-
-
-class KeyOffset(nn.Module):
-    """A key's last quarter, which RoPE does not turn, is that of the token before.
-
-    So one layer finds what came after a token (https://github.com/KellerJordan/modded-nanogpt).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.previous = Previous()
-
-    def forward(self, k):  # (B, H_kv, T, D)
-        D = k.size(-1)
-        own, moved = k.split([D - D // 4, D // 4], dim=-1)
-        return torch.cat([own, self.previous(moved)], dim=-1)
-
-
 class Rope(nn.Module):
     """Rotary positions for q and k; tables in float32, as in Hugging Face's Llama."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.offset = KeyOffset() if cfg.key_offset else nn.Identity()
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(cfg.block_size, cfg.head_size), persistent=False)
-
-    @torch.no_grad()
-    def reset_tables(self):
-        angles = torch.outer(torch.arange(self.cos.size(0)).float(), self.frequencies())
-        angles = torch.cat((angles, angles), dim=-1)  # (T, D)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        with torch.device("cpu"):  # the same on every device
+            angles = torch.outer(torch.arange(cfg.block_size).float(), self.frequencies())
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def frequencies(self):
-        """Radians per position of each pair, (D/2,).
-
-        Llama 3.1 divides the slow ones by rope_factor. With key_offset half of them do not turn.
-        """
+        """Radians per position of each pair, (D/2,); Llama 3.1 divides slow ones by rope_factor."""
         cfg, D = self.cfg, self.cfg.head_size
-        if cfg.key_offset:
-            return torch.cat([cfg.rope_theta ** -(torch.arange(0, D, 4) / D), torch.zeros(D // 4)])
         freq = 1.0 / cfg.rope_theta ** (torch.arange(0, D, 2).float() / D)
         if cfg.rope_factor is None:
             return freq
@@ -106,10 +61,10 @@ class Rope(nn.Module):
 
     def forward(self, q, k, q_norm, k_norm, positions):
         rows = slice(q.size(2)) if positions is None else positions
-        cos, sin = self.cos[rows], self.sin[rows]  # (T, D)
+        cos, sin = self.cos[rows], self.sin[rows]  # (T, D/2)
         if cos.dim() == 3:  # positions of each row, (B, T)
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return kernels.rope(q, q_norm, cos, sin), self.offset(kernels.rope(k, k_norm, cos, sin))
+        return kernels.rope(q, q_norm, cos, sin), kernels.rope(k, k_norm, cos, sin)
 
 
 class NoRope(nn.Module):
@@ -125,30 +80,6 @@ class ValueEmbedding(nn.Embedding):
     def forward(self, v, idx):
         rows = super().forward(idx).unflatten(-1, (v.size(1), -1))  # (B, T, H_kv, D)
         return v + rows.transpose(1, 2).type_as(v)
-
-
-class BigramEmbedding(nn.Module):
-    """Adds a table's row of each token and the one before it to the embedded token.
-
-    The row's number is a hash of the two ids. There are only as many rows as ids, so that pairs
-    share them. They start at zero (https://github.com/KellerJordan/modded-nanogpt).
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.rows = cfg.vocab_size
-        self.table = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.table.init_std = 0.0
-        self.scale = nn.Parameter(torch.empty(1))
-        self.previous = Previous()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.scale, 0.1)
-
-    def forward(self, x, idx):  # (B, T, C), (B, T)
-        before = self.previous(idx.unsqueeze(-1) + 1).squeeze(-1)  # 0 where there is none
-        pair = (before * 1_000_003 ^ idx * 998_244_353) % self.rows
-        return x + self.scale * self.table(pair)
 
 
 class EmbeddingMix(nn.Module):
@@ -315,7 +246,6 @@ class GPT(nn.Module):
         self.embed_norm = nn.Identity()
         if cfg.embed_norm:
             self.embed_norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=False)
-        self.bigrams = BigramEmbedding(cfg) if cfg.bigram_embedding else Unchanged()
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, rope, layer) for layer in range(cfg.n_layer))
         self.mixes = nn.ModuleList(Unchanged() for _ in self.blocks)
@@ -349,7 +279,6 @@ class GPT(nn.Module):
 
     def embed(self, idx, positions):
         x = self.embed_norm(self.wpe(self.wte(idx), positions))
-        x = self.bigrams(x, idx)
         return kernels.residual(self.dropout(x))
 
     def token_losses(self, idx, targets):
@@ -365,19 +294,14 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     @torch.no_grad()
-    def init_weights(self, whole=nullcontext):
-        """Gives all modules first values; whole: a context for each, see parallel.whole."""
+    def init_weights(self):
+        """Gives first values to all parameters but those that have theirs from an `__init__`."""
         for name, module in self.named_modules():
-            with whole(module):
-                initialize(module, name)
-        for module in self.modules():
-            padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # of an edit's embedding, whose weight the head may share
-                with whole(module):
-                    module.weight[padding] = 0
+            with first_values.whole(module, name, self.given):
+                initialize(module)
 
 
-def initialize(module, name):
+def initialize(module):
     """Draws the weight of a linear layer or an embedding from N(0, init_std), by default INIT_STD.
 
     Biases are zero. A module with a `reset_parameters` of its own has the values that it gives.
@@ -387,63 +311,60 @@ def initialize(module, name):
         nn.init.normal_(module.weight, std=getattr(module, "init_std", INIT_STD))
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
-        given = {"weight", "bias"} | module._non_persistent_buffers_set  # such as fp8's
+        if getattr(module, "padding_idx", None) is not None:  # of an edit's embedding
+            module.weight[module.padding_idx] = 0
     elif reset:
         module.reset_parameters()
-        return
-    elif hasattr(module, "reset_tables"):
-        given = module._non_persistent_buffers_set
-    else:
-        given = set()
-    for own in [*module._parameters, *module._buffers]:
-        if own not in given:  # on meta, what __init__ assigned is lost
-            where = f"{name}.{own}".removeprefix(".")
-            why = "has no initial value: reset_parameters() is missing, see docs/experiment.md"
-            raise UserError(f"model.py: {where} {why}")
+
+
+def build(cfg, device, seed=None, dtype=torch.float32):
+    """A GPT on `device`; without a seed its weights are any."""
+    if cfg.attention == "auto":
+        cfg = replace(cfg, attention=best_attention(device)[0])
+
+    def in_dtype(parameter):
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.device(device):
+        model = first_values.made(lambda: GPT(shape_of(cfg)), in_dtype, fill=True).to(device)
+    if seed is not None:
+        torch.manual_seed(seed)
+        model.init_weights()
+    return model
+
+
+def shape_of(cfg):
+    return GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
 
 
 def on_meta(cfg):
-    """A GPT of cfg's shape that takes no memory yet."""
-    shape = GPTConfig(**{f.name: getattr(cfg, f.name) for f in fields(GPTConfig)})
-    try:
-        with torch.device("meta"):
-            model = GPT(shape)
-    except (RuntimeError, TypeError) as error:
-        if "meta" in str(error):  # of .item(), .tolist(), .numpy()
-            where = "model.py is built on the meta device, where tensors have no values"
-            error.add_note(f"{where}: take Python's math in __init__ (docs/experiment.md)")
-        raise
+    """A GPT of cfg's shape whose parameters take no memory yet, for `allocate`."""
+    model = first_values.made(lambda: GPT(shape_of(cfg)), first_values.to_meta, fill=False)
     # of an edit's parameters, for optim.py; `allocate` makes other parameters
     model.parameter_attributes = {name: vars(p) for name, p in model.named_parameters()}
     return model
 
 
-def build(cfg, device, seed=None):
-    """A GPT allocated on `device` at once; without a seed its weights are undefined."""
-    if cfg.attention == "auto":
-        cfg = replace(cfg, attention=best_attention(device)[0])
-    return allocate(on_meta(cfg), device, seed)
-
-
-def allocate(model, device, seed=None, whole=nullcontext):
-    """Allocates a model of `on_meta`, and initialises its weights if `seed` is given.
-
-    whole: as of GPT.init_weights.
-    """
+def allocate(model, device, seed=None):
+    """Allocates a model of `on_meta`, and initialises its weights if `seed` is given."""
     places = {}  # {parameter: [(module, name)]}; weights that are shared have several
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
-    model.to_empty(device=device)
+
+    def on_device(tensor):
+        return torch.full_like(tensor, torch.nan, device=device) if tensor.is_meta else tensor
+
+    model._apply(on_device).to(device)
     for (first, name), *others in places.values():
-        for module, other in others:  # to_empty has allocated them apart
+        for module, other in others:  # _apply has allocated them apart
             module._parameters[other] = first._parameters[name]
     for name, parameter in model.named_parameters():
         vars(parameter).update(model.parameter_attributes[name])
-    for module in model.modules():
-        if hasattr(module, "reset_tables"):  # RoPE's, which no checkpoint has
-            module.reset_tables()
     if seed is not None:
         torch.manual_seed(seed)
-        model.init_weights(whole)
+        model.init_weights()
     return model

@@ -36,14 +36,12 @@ class GPTConfig:
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_factor: float | None = None  # Llama 3.1's scaling of low frequencies (8.0 there)
     rope_original: int = 8192  # context that the model was trained with before scaling
-    key_offset: bool = False  # RoPE turns half of a head; a key's last quarter: the token before's
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"  # GPT-2's, squared ReLU, Llama's
     bias: bool = True  # biases in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm on queries and keys before RoPE
     attention_gate: bool = False  # scales a head's output by 2 sigmoid(W x), x: 16 channels
     value_embeddings: int = 0  # every n-th block, the last too, adds a row per token id to v; 0: no
     embedding_mix: int = 0  # every n-th block, the last too, reads a x + b x0, x0: embedded; 0: no
-    bigram_embedding: bool = False  # a table's row, by a hash of a token and the one before it
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
@@ -103,8 +101,6 @@ class GPTConfig:
         widths = [self.n_embd]
         if not self.tie_embeddings:
             widths.append(self.n_embd)
-        if self.bigram_embedding:
-            widths.append(self.n_embd)
         return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
 
     @property
@@ -143,9 +139,6 @@ class GPTConfig:
             return [f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}"]
         if self.positions == "rope" and self.head_size % 2:
             found.append(f"head_dim={self.head_size} must be even with positions=rope")
-        if self.key_offset and (self.positions != "rope" or self.head_size % 4 or self.rope_factor):
-            rule = "positions=rope, a head_dim that 4 divides, and no rope_factor"
-            found.append(f"key_offset=True needs {rule}; leave it out")
         return found
 
     def differences(self, now, free=()):

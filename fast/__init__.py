@@ -1,8 +1,7 @@
 """Fused kernels for the operations of kernels.py, for NVIDIA GPUs in bf16 and fp8.
 
 forms         which kernel computes an operation, and for which calls
-kernels_copy  a copy of the definitions in kernels.py that the forms compute
-edit_check    compares the two: an edited definition runs in plain PyTorch
+texts         which text of each definition in kernels.py they compute; prints the digests
 chunks, gradients    a loss in chunks of tokens, backwards by hand; plain PyTorch, for every device
 chips         which of them a GPU can run, its backend for attention; a CPU's AMX
 linear, norm, rope, mlp, loss   the operations: launcher and constants beside the kernel

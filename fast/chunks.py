@@ -16,6 +16,23 @@ def rows_that_fit(weight):
     return int(fast.LOGITS_MIB * 2**20) // (4 * weight.size(0))
 
 
+def in_chunks(loss):
+    """Decorator of loss(x, weight, targets, reduction, ...): in chunks where many logits would be.
+
+    It computes the reductions "sum" and "none" so, where the sum over parts is that of the whole.
+    """
+
+    @functools.wraps(loss)
+    def chosen(x, weight, targets, reduction, *options):
+        few = x.device.type == "meta" or targets.numel() <= rows_that_fit(weight)
+        if few or reduction not in ("sum", "none"):
+            return loss(x, weight, targets, reduction, *options)
+        compiled = torch.compiler.is_compiling()
+        return chunked(loss, compiled, x, weight, targets, reduction, *options)
+
+    return chosen
+
+
 # one graph of all chunks would hold the logits of several: 767 MiB, not 295 (CPU)
 @torch.compiler.disable
 def chunked(loss, compiled, x, weight, targets, reduction, *options):
@@ -24,6 +41,8 @@ def chunked(loss, compiled, x, weight, targets, reduction, *options):
     The backward computes the logits of each chunk again: one more GEMM. compiled: whether
     torch.compile traces the caller.
     """
+    if not sums_over_chunks(loss):
+        return loss(x, weight, targets, reduction, *options)
     rows = 2 ** max(0, rows_that_fit(weight).bit_length() - 1)  # as in fast/loss.py
     if compiled:
         loss = compile_once(loss)
@@ -42,9 +61,10 @@ def chunked(loss, compiled, x, weight, targets, reduction, *options):
     return torch.stack(losses).sum()
 
 
+@functools.cache
 @torch.no_grad()
 def sums_over_chunks(loss):
-    """Whether an edited loss of all tokens is the sum of its losses of parts, as in `chunked`.
+    """Whether a loss of all tokens is the sum of its losses of parts, as in `chunked`.
 
     One that draws random numbers cannot be compared, and counts as such a sum.
     """
@@ -53,7 +73,7 @@ def sums_over_chunks(loss):
     weight = torch.randn(16, 8, generator=draw)
     targets = torch.randint(13, (12,), generator=draw)
     targets[[2, 7, 8]] = -100
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), torch.autocast("cpu", enabled=False):
         before = torch.get_rng_state()
         try:
             whole = loss(x, weight, targets, "sum", 13, None)

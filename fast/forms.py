@@ -1,68 +1,48 @@
 """The fused forms of the operations in kernels.py, and which calls they serve.
 
-For each call, `fused` decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs,
-in bf16 and fp8), or the operation's own text in plain PyTorch. A form computes one text, which
-kernels_copy.py has too: once kernels.py is imported, `find_edits` compares the two, and what was
-edited runs as it stands.
+For each call a form decides by device, dtype, shapes and layers: the fused kernel (NVIDIA GPUs, in
+bf16 and fp8), or None, after which the operation's own text runs. What was edited (texts.py) has no
+form.
 """
 
 import functools
-import inspect
 
 import torch
 import torch.nn as nn
 
 import fast
-from fast import chips, chunks, edit_check
+from fast import chips, texts
 from fast.gradients import Rotation
 
 chips.without_amx()  # on a CPU where it would end the process
 enabled = set()  # types of device whose calls may take fused kernels, see `enable`
 counting = None  # an OperationCounter (run/flops.py); while there is one, plain PyTorch runs
-edits = {}  # {definition in kernels.py: words} of those that were edited, or call one that was
-activations = {}  # {function: its name} of those that the MLP's kernels compute
-layers_known = set()  # classes whose forward the kernels compute
-loss_in_chunks = True  # whether kernels.plain_loss may be computed in chunks of tokens
+edits = texts.edited()  # {definition in kernels.py: words} of those that were edited, or call one
 
 
 # -- the choice
 
 
-def operation(definition):
-    """Decorator of an operation in kernels.py: runs its form below, or else its own text."""
-    form = FORMS.get(definition.__qualname__)
-    if form is None or not same_parameters(form, definition):
-        return definition
+def operation(form):
+    """Decorator of a definition in kernels.py: its form below runs where it can, else its text."""
 
-    @functools.wraps(definition)
-    def chosen(*args, **kwargs):
-        result = form(definition, *args, **kwargs)
-        if result is None:
-            return definition(*args, **kwargs)
-        return result
+    def decorate(definition):
+        if definition.__qualname__.partition(".")[0] in edits:
+            return definition
 
-    return chosen
+        @functools.wraps(definition)
+        def chosen(*args, **kwargs):
+            if counting is not None:
+                return counting.run(form, definition, args, kwargs)
+            result = form(definition, *args, **kwargs)
+            if result is None:
+                return definition(*args, **kwargs)
+            return result
 
+        chosen.form = form
+        return chosen
 
-def same_parameters(form, definition):
-    """Whether a form takes what its definition takes, to which an edit may have added more."""
-    own = ["layer" if name == "self" else name for name in inspect.signature(definition).parameters]
-    _, *of_form = inspect.signature(form).parameters
-    return own == of_form
-
-
-def find_edits(definitions):
-    """Finds out which definitions were edited; kernels.py calls it at its end, with its globals."""
-    global loss_in_chunks
-    edits.clear()
-    edits.update(edit_check.edited_definitions(definitions["__file__"]))
-    for name in ("gelu", "relu2", "swiglu"):
-        activations[definitions.get(name)] = name
-    for name in ("Linear", "LayerNorm", "RMSNorm"):
-        layers_known.add(definitions.get(name))
-    loss_in_chunks = True
-    if "plain_loss" in edits:
-        loss_in_chunks = chunks.sums_over_chunks(inspect.unwrap(definitions.get("plain_loss")))
+    return decorate
 
 
 def enable(device, ops="auto"):
@@ -87,26 +67,22 @@ def load():
         return f"the package {error.name} is not installed"
 
 
-def fused(name, x, *layers, computes=(), unless=None, inner=0):
+def fused(name, x, *layers, unless=None):
     """Whether the fused kernel of an operation serves this call on x and the layers' parameters.
 
-    computes: names of definitions. unless: {why not, in words: whether that is so}. inner: how many
-    other operations its plain text calls.
+    unless: {why not, in words: whether that is so}.
     """
     if counting is not None:
-        counting.note(name, why_not_fused(*counting.where, layers, computes, unless), inner)
+        counting.note(name, why_not_fused(*counting.where, layers, unless))
         return False
     # kernels take rows: no empty matrix, as for an expert that no token chose, and no vector
     if x.numel() == 0 or x.dim() == 1:
         return False
-    return why_not_fused(x.device.type, computed_in(x), layers, computes, unless) is None
+    return why_not_fused(x.device.type, computed_in(x), layers, unless) is None
 
 
-def why_not_fused(device_type, dtype, layers, computes, unless):
+def why_not_fused(device_type, dtype, layers, unless):
     """Why a call on this device in this dtype runs in plain PyTorch; None where it does not."""
-    for definition in computes:
-        if definition in edits:
-            return edits[definition]
     for words, stands in (unless or {}).items():
         if stands:
             return words
@@ -123,15 +99,16 @@ def why_not_fused(device_type, dtype, layers, computes, unless):
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
-REDUCTIONS = ("sum", "none")  # what losses in chunks compute
 
 
 def has_hooks_or_own_forward(*layers):
-    """Whether one of the layers does more than a kernel that only reads its parameters."""
+    """Whether one of the layers does more than a kernel that only reads its parameters.
+
+    Known are nn.RMSNorm and what has a forward of kernels.py that was not edited.
+    """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for layer in layers:
-        kind = type(layer)
-        known = kind is nn.RMSNorm or (kind in layers_known and kind.__name__ not in edits)
+        known = type(layer) is nn.RMSNorm or hasattr(type(layer).forward, "form")
         if not known or "forward" in vars(layer) or any(getattr(layer, hook) for hook in hooks):
             return True
     return False
@@ -176,7 +153,7 @@ def weight_of(layer):
 
 
 def linear(_, layer, x):
-    if not fused("linear", x, layer, computes=("Linear",)):
+    if not fused("linear", x, layer):
         return None
     if in_fp8(x, layer):
         return fast.fp8.LinearFunction.apply(operand(x), *fast.fp8.operands(layer))
@@ -186,7 +163,7 @@ def linear(_, layer, x):
 
 def qkv(_, x, layer, heads, head_dim, separate_v=False):
     unless = {OTHER_LAYER: has_hooks_or_own_forward(layer)}
-    if not fused("qkv", x, layer, computes=("qkv",), unless=unless, inner=1):
+    if not fused("qkv", x, layer, unless=unless):
         return None
     if in_fp8(x, layer):
         q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
@@ -200,15 +177,24 @@ def qkv(_, x, layer, heads, head_dim, separate_v=False):
     return q, k, v
 
 
+def kind_of(activation):
+    """Which of the MLP's kernels computes an activation, "gelu", say; None: none."""
+    name = getattr(activation, "__name__", None)
+    own = getattr(activation, "__module__", None) == "kernels"
+    if own and name in ("gelu", "relu2", "swiglu") and name not in edits:
+        return name
+    return None
+
+
 def mlp(_, x, up, activation, down):
-    kind = activations.get(activation)
+    kind = kind_of(activation)
     unless = {
         "another activation": kind is None,
         "one of two layers in fp8": in_fp8(x, up) != in_fp8(x, down),
         OTHER_LAYER: has_hooks_or_own_forward(up, down),
         "few tokens, for tiles of 128": not torch.is_grad_enabled() and x.numel() < 64 * x.size(-1),
     }
-    if not fused("mlp", x, up, down, computes=("mlp", kind), unless=unless, inner=2):
+    if not fused("mlp", x, up, down, unless=unless):
         return None
     x = operand(x)
     if in_fp8(x, up):
@@ -219,52 +205,57 @@ def mlp(_, x, up, activation, down):
     )
 
 
-def norm(name, _, layer, x):
-    """name: LayerNorm or RMSNorm, whose forward this is, of an edit's subclass too."""
-    unless = {UNUSUAL_NORM: unusual_norm(x, layer)}
-    if not fused("norm", x, layer, computes=(name,), unless=unless):
+def layer_norm(_, layer, x):
+    return norm(x, layer, layer.bias, centred=True)
+
+
+def rms_norm(_, layer, x):
+    return norm(x, layer, None, centred=False)  # an edit's bias is for the edit to add
+
+
+def norm(x, layer, shift, centred):
+    if not fused("norm", x, layer, unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
         return None
-    centred = name == "LayerNorm"
-    shift = layer.bias if centred else None  # an RMSNorm may have one too: an edit's, who adds it
     return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)
 
 
 def rope(_, x, layer, cos, sin):
     normed = type(layer) is not nn.Identity
     rms = isinstance(layer, nn.RMSNorm)
-    usual_tables = all(t.shape == x.shape[-2:] and t.is_contiguous() for t in (cos, sin))
+    T, D = x.shape[-2:]
+    usual_tables = all(t.shape == (T, D // 2) and t.is_contiguous() for t in (cos, sin))
     unless = {
         OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
         "tables of another shape": not usual_tables,
         "tables with a gradient": cos.requires_grad or sin.requires_grad,
     }
-    inner = 1 if type(layer) in layers_known else 0  # a norm of kernels.py is an operation
-    if not fused("rope", x, layer, computes=("rope",), unless=unless, inner=inner):
+    if not fused("rope", x, layer, unless=unless):
         return None
     if not normed:
         return fast.rope.RopeFunction.apply(x, None, 0.0, cos, sin)
     return fast.rope.RopeFunction.apply(x, layer.weight, layer.eps, cos, sin)
 
 
-def rotated(_, x, cos, sin):
-    if "rotated" not in edits and not (cos.requires_grad or sin.requires_grad):
-        return Rotation.apply(x, cos, sin)
+def rotated(definition, x, cos, sin):
+    if cos.requires_grad or sin.requires_grad:
+        return None
+    return Rotation.apply(definition, x, cos, sin)
 
 
 def attention(_, q, k, v, backend, dropout=0.0):
     """None but for a count: PyTorch chooses among its kernels, and scale/ has the other forms."""
-    if counting is not None and "attention" not in edits:
-        return counting.attended(q, k, v)
+    if counting is not None:
+        counting.attended(q, v)
 
 
 def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
-    if reduction not in REDUCTIONS:
+    if reduction not in ("sum", "none"):
         return None
     trains = torch.is_grad_enabled()
     # with gradients, a weight for each token is known in the backward only
     unless = {"a loss for each token, with gradients": reduction == "none" and trains}
-    if not fused("linear_cross_entropy", x, head, computes=("cross_entropy",), unless=unless):
+    if not fused("linear_cross_entropy", x, head, unless=unless):
         return None
     x = operand(x)
     weight = weight_of(head)
@@ -274,27 +265,3 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
             x, weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
         )
     return fast.loss.linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap)
-
-
-def plain_loss(definition, x, weight, targets, reduction, vocab_size, softcap):
-    if reduction not in REDUCTIONS or not loss_in_chunks:
-        return None
-    if targets.numel() <= chunks.rows_that_fit(weight):
-        return None
-    compiled = torch.compiler.is_compiling()
-    options = reduction, vocab_size, softcap
-    return chunks.chunked(definition, compiled, x, weight, targets, *options)
-
-
-FORMS = {
-    "Linear.forward": linear,
-    "qkv": qkv,
-    "mlp": mlp,
-    "LayerNorm.forward": functools.partial(norm, "LayerNorm"),
-    "RMSNorm.forward": functools.partial(norm, "RMSNorm"),
-    "rope": rope,
-    "rotated": rotated,
-    "attention": attention,
-    "cross_entropy": cross_entropy,
-    "plain_loss": plain_loss,
-}

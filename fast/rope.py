@@ -21,7 +21,7 @@ ROPE_BACK_STAGES = 1
 class RopeFunction(torch.autograd.Function):
     """RoPE of the RMSNorm of x: (B, H, T, D) in bf16 -> (B, H, T, D), in memory (B, T, H, D).
 
-    weight: the norm's, (D,); None for RoPE alone. cos, sin: (T, D) float32, whose halves are equal.
+    weight: the norm's, (D,); None for RoPE alone. cos, sin: (T, D/2) float32.
     """
 
     @staticmethod

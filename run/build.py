@@ -142,7 +142,9 @@ def refuse_other_tokenizer(cfg, tokenizer):
 
 
 def build_model(cfg, world, weights=None, eot=None):
-    """(model, ModelAnalysis): on meta, prepared, allocated, loaded.
+    """(model, ModelAnalysis): prepared, with its first values, loaded.
+
+    On one device and in copies it is built for real; where FSDP2 shards, on meta until then.
 
     cfg: from `choose`. weights: a checkpoint's; None: those of cfg.init_from, or new ones. eot: the
     separator of the data.
@@ -152,9 +154,14 @@ def build_model(cfg, world, weights=None, eot=None):
     refuse_edits(cfg, analysis)
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
-    model = models.on_meta(cfg)
-    prepare(model, cfg, world, eot, analysis)
-    models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
+    if is_sharded(cfg):
+        model = without_parameters(cfg, device)
+        prepare(model, cfg, world, eot, analysis)
+        models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
+    else:
+        dtype = torch.bfloat16 if cfg.weights == "bf16" else torch.float32
+        model = models.build(cfg, device, cfg.seed, dtype)
+        prepare(model, cfg, world, eot, analysis)
     buffers = pack.persistent_buffers(model)
     if weights:  # an edit may have added buffers
         analysis.new = checkpoint.load_weights(model, weights, may_lack=buffers)
@@ -169,6 +176,19 @@ def build_model(cfg, world, weights=None, eot=None):
     mixing.check(model, cfg, world, autocast(cfg.precision, device), eot)
     model.trained = parallel.trained(model)
     return model, analysis
+
+
+def without_parameters(cfg, device):
+    """A model whose parameters are on meta and whose buffers and other tensors on the device."""
+    try:
+        with torch.device(device):
+            return models.on_meta(cfg)
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        why = f"has parameters without values where FSDP2 shards ({error})".partition("\n")[0]
+        advice = "give them values in reset_parameters() (docs/experiment.md)"
+        raise UserError(f"model.py: an __init__ {why}; {advice}") from error
 
 
 def separator(cfg):
@@ -201,15 +221,16 @@ def refuse_edits(cfg, analysis):
         raise UserError(f"{again} {analysis.updates[0]} twice; {advice}")
 
 
-def prepare(model, cfg, world, eot, analysis):
-    """Prepares a model that is on meta.
+def is_sharded(cfg):
+    return torch.distributed.is_initialized() and cfg.parallel != "ddp"
 
-    It applies, in this order: fp8, documents, remat, context parallel, compile, FSDP2.
-    """
+
+def prepare(model, cfg, world, eot, analysis):
+    """Applies in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
     # imported here, since `import train` need not load these files
     from scale import activation_checkpointing, documents, fsdp
 
-    sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
+    sharded = is_sharded(cfg)
     if cfg.offload_states and not sharded:
         raise UserError(
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"

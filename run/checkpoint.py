@@ -37,7 +37,7 @@ from system.errors import UserError, refuse, warn
 DIGITS = "[0-9]" * 8
 STATE_FORM = {"step": files.count, "config": {}, "tokens?": files.count, "seconds?": files.number}
 # ends of names of tensors with a row per token id
-TABLES = ("wte.weight", "head.weight", "values.weight", "bigrams.table.weight")
+TABLES = ("wte.weight", "head.weight", "values.weight")
 
 
 # -- written

@@ -1,6 +1,6 @@
 """What any model.py computes (operations, FLOPs, MFU), from a forward and backward on meta."""
 
-import math
+import inspect
 import re
 from collections import Counter
 from functools import partial
@@ -72,8 +72,8 @@ class OperationCounter:
     def __init__(self, device_type, dtype):
         self.where = device_type, dtype
         self.calls = Counter()
-        self.attention_flops = 0
-        self.included = 0  # operations to come that the fused kernel of an earlier one includes
+        self.attention = self.causal_attention = 0  # FLOPs of all pairs of tokens, of those seen
+        self.inside = False  # of an operation that is fused, and so are those that it calls
 
     def __enter__(self):
         forms.counting = self
@@ -82,29 +82,31 @@ class OperationCounter:
     def __exit__(self, *_):
         forms.counting = None
 
-    def note(self, operation, reason, inner):
-        """inner: how many other operations this one calls where it is not fused."""
-        if self.included:
-            self.included -= 1
-            return
-        self.calls[operation, reason] += 1
-        if reason is None:
-            self.included = inner
+    def run(self, form, definition, args, kwargs):
+        """A call in plain PyTorch, which the form notes."""
+        outer = self.inside
+        result = form(definition, *args, **kwargs)
+        if result is None:
+            result = definition(*args, **kwargs)
+        self.inside = outer
+        return result
+
+    def note(self, operation, reason):
+        if not self.inside:
+            self.calls[operation, reason] += 1
+            self.inside = reason is None
 
     def weight(self, layer):
         """A linear layer's weight, but no Parameter: only reads by an edit itself are noted."""
         with torch._C.DisableTorchFunction():
             return layer.weight.view_as(layer.weight)
 
-    def attended(self, q, k, v):
-        """Replaces attention.
-
-        A query sees (T + 1) / 2 keys on average, 2 FLOPs each for QK^T and for AV.
-        """
-        B, H, T, D = q.shape
-        out = v.size(-1)
-        self.attention_flops += B * H * T * (T + 1) * (D + out)
-        return q.new_empty(B, H, T, out) + (q.sum() + k.sum() + v.sum())
+    def attended(self, q, v):
+        """Of T keys a query sees (T + 1) / 2 on average, 2 FLOPs each for QK^T and for AV."""
+        T = q.size(2)
+        of_a_key = 2 * q[..., 0].numel() * (q.size(-1) + v.size(-1))
+        self.attention += T * of_a_key
+        self.causal_attention += (T + 1) * of_a_key // 2
 
 
 class ParametersRead(TorchFunctionMode):
@@ -122,6 +124,16 @@ class ParametersRead(TorchFunctionMode):
         return result
 
 
+def on_meta(cfg):
+    """A model of which nothing has values, or, where `__init__` reads some, no parameter has."""
+    try:
+        with torch.device("meta"):
+            model = models.on_meta(cfg)
+    except Exception:  # of any type: the edit's
+        model = models.on_meta(cfg)
+    return model.to("meta")
+
+
 class ModelAnalysis:
     """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
@@ -134,10 +146,9 @@ class ModelAnalysis:
     nothing of this is known: values may decide which parameters it uses.
     """
 
-    def __init__(self, cfg, device, again=False):
-        with edits.Written() as written:
-            model = models.on_meta(cfg)
-        edits.refuse_lost(model, written)
+    def __init__(self, cfg, device):
+        model = on_meta(cfg)
+        refuse_other_forms(model)
         drawn = generators.Drawn()
         runs = count_runs(model, drawn)
         numbers = edits.numbers(model)
@@ -149,10 +160,10 @@ class ModelAnalysis:
                 self.flops_per_token = flops_per_token(model, cfg, operations)
             except UserError:
                 raise
-            except Exception as error:  # meta tensors have no values, and that fails again
-                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-                if not again and not ModelAnalysis(cfg, device, again=True).problem:
+            except Exception as error:  # of any type: meta tensors have no values
+                if isinstance(error, TypeError) and "meta" not in str(error):
                     raise
+                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.calls = operations.calls
         self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -209,6 +220,8 @@ class ModelAnalysis:
         for reason, names in by_reason.items():
             words.append(f"plain: {', '.join(names)} ({reason})")
         rows.append(("operations", "; ".join(words)))
+        for edit in dict.fromkeys(forms.edits.values()):
+            rows.append(("edited", f"{edit}, and runs as it stands, in plain PyTorch"))
         if self.unsaved:
             words = f"{listed(self.unsaved)}: kept from call to call, but in no checkpoint"
             rows.append(("warning", f"{words}; a resumed run begins anew: make it a buffer"))
@@ -253,9 +266,9 @@ def flops_per_token(model, cfg, operations):
         found = model(tokens, tokens, None, "mean")
     refuse_other_results(found)
     found[0].backward()
-    forward = counter.get_total_flops()
+    forward = counter.get_total_flops() - operations.attention
     if not cfg.document_mask:
-        forward += operations.attention_flops
+        forward += operations.causal_attention
     padding = 0
     if "linear_cross_entropy" in {name for name, _ in operations.calls}:  # the usual loss
         padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
@@ -264,18 +277,22 @@ def flops_per_token(model, cfg, operations):
 
 def refuse_other_results(found):
     """Raises UserError unless a forward returned (loss, count, extras): two numbers and a dict."""
-    expected = "expected (loss, count, extras), see docs/experiment.md"
-    if not isinstance(found, tuple) or len(found) != 3:
-        kind = type(found).__name__
-        if isinstance(found, tuple):
-            kind += f" of {len(found)}"
-        raise UserError(f"model.py: GPT.forward returned {kind}, {expected}")
-    loss, count, extras = found
-    for name, value in [("loss", loss), ("count", count)]:
-        shape = tuple(getattr(value, "shape", ()))
-        if math.prod(shape) != 1:
-            raise UserError(f"model.py: GPT.forward returned a {name} of shape {shape}; {expected}")
-    if not isinstance(extras, dict):
-        raise UserError(
-            f"model.py: GPT.forward returned {type(extras).__name__} for extras; {expected}"
-        )
+    right = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
+    if right:
+        right = all(torch.is_tensor(number) and number.numel() == 1 for number in found[:2])
+    if not right:
+        shown = [tuple(leaf.shape) for leaf in tree_leaves(found) if torch.is_tensor(leaf)]
+        expected = "expected (loss, count, extras), see docs/experiment.md"
+        raise UserError(f"model.py: GPT.forward returned tensors of shapes {shown}; {expected}")
+
+
+def refuse_other_forms(model):
+    """Raises UserError for a forward that takes other arguments, and for a part compiled before."""
+    try:
+        inspect.signature(model.forward).bind("idx", "targets", "positions", reduction="mean")
+    except TypeError as error:
+        expected = "expected forward(idx, targets, positions=None, reduction='mean')"
+        raise UserError(f"model.py: GPT.forward: {error}; {expected}") from None
+    for name, _ in model.named_modules():
+        if "_orig_mod" in name:
+            raise UserError(f"model.py: {name} is compiled in __init__, and again by --compile")

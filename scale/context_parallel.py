@@ -2,9 +2,8 @@
 
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
-https://arxiv.org/abs/2309.14509); and model.Previous, for which a rank has its first token's from
-the rank before. They are data-parallel ranks to gradients. An edit that mixes tokens outside
-attn.core is refused, see scale/mixing.py.
+https://arxiv.org/abs/2309.14509). They are data-parallel ranks to gradients. An edit that mixes
+tokens outside attn.core is refused, see scale/mixing.py.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import inspect
 import math
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single_autograd
 
@@ -30,7 +28,6 @@ class ContextRanks:
     group: ProcessGroup
     rank: int
     size: int
-    after_another: Tensor | None = None  # 1.0, and 0.0 on the first of them, see RankBefore
     on: bool = True  # False: each has whole, separate rows, see `whole_rows`
 
 
@@ -42,15 +39,10 @@ def apply(model, cfg, world):
         torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)
     ]
     rank = world.rank % N
-    after_another = torch.tensor(float(rank > 0), device=world.device)
-    ranks = ContextRanks(groups[world.rank // N], rank, N, after_another)
+    ranks = ContextRanks(groups[world.rank // N], rank, N)
     model.context_ranks = ranks
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, ranks)
-    for owner in previous_modules(model):
-        while hasattr(owner.core, "core"):  # document masks stay outside
-            owner = owner.core
-        owner.core = RankBefore(owner.core, ranks)
 
 
 def attentions(model, setting, any_core=False):
@@ -71,11 +63,6 @@ def attentions(model, setting, any_core=False):
             )
             raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
-
-
-def previous_modules(model):
-    """Modules with model.previous, perhaps wrapped, as `core`."""
-    return [module for module in model.modules() if isinstance(module, models.Previous)]
 
 
 def innermost(core):
@@ -160,27 +147,6 @@ class Ulysses:
             # of any type: an edit's core may have as many factors as there are heads, say
             return False
         return bool(same) or not torch.equal(y, self.core(q, k, v, *options, **named))
-
-
-class RankBefore:
-    """previous.core; for its first token a rank has the rank before's last one in the row."""
-
-    def __init__(self, core, ranks):
-        self.core = core
-        self.ranks = ranks
-
-    def __call__(self, x):
-        """For this rank's tokens, (B, ..., T/N, C) -> the same."""
-        y = self.core(x)
-        if not self.ranks.on:
-            return y
-        last = x[..., -1:, :]
-        parts = [torch.zeros_like(last) for _ in range(self.ranks.size)]
-        parts[(self.ranks.rank + 1) % self.ranks.size] = last
-        first = all_to_all(torch.stack(parts), self.ranks.group)[self.ranks.rank - 1]
-        # by a tensor: for a number the compiler would drop the first rank's collectives
-        first = first * self.ranks.after_another.to(first.dtype)
-        return torch.cat([first, y[..., 1:, :]], dim=-2)
 
 
 def all_to_all(parts, group):

@@ -26,14 +26,12 @@ def apply(model, eot):
     eot: the token that begins a document; None: each row is one.
     """
     documents = model.documents = Documents(eot)
-    for module in context_parallel.previous_modules(model):
-        module.core = PreviousInDocument(module.core, documents)
     for module in context_parallel.attentions(model, "document_mask", any_core=True):
         module.core = DocumentMask(module.core, documents)
 
     def find(_, inputs):
         if documents.on:
-            documents.find_bounds(context_parallel.whole_sequences(model, inputs[0]), inputs[0])
+            documents.find_bounds(context_parallel.whole_sequences(model, inputs[0]))
 
     model.register_forward_pre_hook(find)
 
@@ -43,20 +41,18 @@ class Documents:
 
     on: False while each row counts as one document. spans: [(first, last), ...] in all rows
     together. bounds: int32, all that begin or end there. longest: a tensor with as many rows as the
-    longest document, since a number would be a constant to torch.compile. begins: (B, T/N), which
-    of this rank's tokens are separators.
+    longest document, since a number would be a constant to torch.compile.
     """
 
     def __init__(self, eot):
         self.eot = -1 if eot is None else eot
         self.on = True
-        self.spans = self.bounds = self.longest = self.begins = None
+        self.spans = self.bounds = self.longest = None
         self.row = 0  # tokens of a row
 
     @torch.no_grad()
-    def find_bounds(self, idx, own=None):
-        """idx: whole rows, (B, T). own: this rank's part of them, (B, T/N); None: all."""
-        self.begins = (idx if own is None else own) == self.eot
+    def find_bounds(self, idx):
+        """idx: whole rows, (B, T)."""
         self.row = idx.size(1)
         begins = idx == self.eot  # (B, T)
         begins[:, 0] = True
@@ -68,23 +64,6 @@ class Documents:
         self.longest = torch.empty(max(2, longest), 0)
         for sizes in (self.bounds, self.longest):
             torch._dynamo.maybe_mark_dynamic(sizes, 0)  # otherwise the second batch recompiles
-
-
-class PreviousInDocument:
-    """Previous.core that gives zeros to the first token of a document too."""
-
-    def __init__(self, core, documents):
-        self.core, self.documents = core, documents
-
-    def __call__(self, x):
-        """x: (B, ..., T, C) -> as x."""
-        y = self.core(x)
-        if not self.documents.on:
-            return y
-        begins = self.documents.begins  # (B, T)
-        B, T = begins.shape
-        between = (1,) * (x.dim() - 3)
-        return y.masked_fill(begins.view(B, *between, T, 1), 0)
 
 
 class DocumentMask:

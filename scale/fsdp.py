@@ -76,9 +76,9 @@ def units_of(model, cfg, analysis):
     Embedding and head come first: nothing is computed beside their gathers. A head that shares the
     embedding's weight belongs to the root's unit.
     """
-    tables = [[model.bigrams]] if cfg.bigram_embedding else []
+    tables = []
     if not cfg.tie_embeddings:
-        tables += [[model.wte], [model.head]]
+        tables = [[model.wte], [model.head]]
     again = cfg.remat in ("block", "attention")
     runs_once = analysis is not None and analysis.regular and not again
     blocks = list(dict.fromkeys(model.blocks))  # an edit may have one of them several times
@@ -142,6 +142,8 @@ def refuse_undividable(model, units, cfg):
                 wrong = f"is {p.dtype}, other parameters of the block {dtypes[unit]}; take one"
             elif holders.setdefault(p, unit) != unit:
                 wrong = "is shared by blocks; share the module, or try --parallel=ddp"
+            elif p._backward_hooks or p._post_accumulate_grad_hooks:
+                wrong = "has a hook on its gradient, which FSDP2 does not call"
             if wrong:
                 where = f"{prefix}.{name}".removeprefix(".")
                 raise UserError(f"parallel={cfg.parallel}: {where} {wrong}")

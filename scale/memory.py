@@ -92,8 +92,6 @@ def total_and_block_parameters(cfg):
     tables = cfg.padded_vocab * sum(cfg.tables)
     if cfg.positions == "learned":
         tables += C * cfg.block_size
-    if cfg.bigram_embedding:
-        tables += 1  # its scale
     tables += 2 * len(cfg.mixed_layers)
     return tables + cfg.n_layer * block + norm, block
 
@@ -197,8 +195,6 @@ def activation_bytes(cfg, recomputed):
     each += recomputed * sum(saved_activation_bytes(cfg, cfg.remat))
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
-    if cfg.bigram_embedding:
-        each += 4 * cfg.n_embd  # the table's rows
     return cfg.rank_tokens * each
 
 

@@ -1,9 +1,9 @@
 """Whether an edit mixes tokens where --context_parallel and --document_mask would not know of it.
 
-Tokens may mix in the cores of attention and of model.Previous, which these two wrap, and nowhere
-else. So an edit is tried with cores that leave each token to itself: a row in parts must then be
-what it is as a whole, and what comes before a document must not change its loss. The model is a
-narrow copy of the same code, in float32 and with random weights, since initial weights may be zero.
+Tokens may mix in the cores of attention, which these two wrap, and nowhere else. So an edit is
+tried with cores that leave each token to itself: a row in parts must then be what it is as a whole,
+and what comes before a document must not change its loss. The model is a narrow copy of the same
+code, in float32 and with random weights, since initial weights may be zero.
 """
 
 import contextlib
@@ -95,22 +95,15 @@ def tokens_apart(model, cfg):
     """
     ranks = context_parallel.ContextRanks(group=None, rank=0, size=cfg.context_parallel)
     attentions = context_parallel.attentions(model, "a check of tokens", any_core=True)
-    shifts = context_parallel.previous_modules(model)
-    before = {module: module.core for module in [*attentions, *shifts]}
+    before = {module: module.core for module in attentions}
     for module in attentions:
         divided = context_parallel.Ulysses(context_parallel.innermost(module.core), ranks)
         module.core = functools.partial(attention_apart, divided)
-    for module in shifts:
-        module.core = unchanged
     try:
         yield
     finally:
         for module, core in before.items():
             module.core = core
-
-
-def unchanged(x):
-    return x
 
 
 def attention_apart(divided, q, k, v, *options, **named):

@@ -12,7 +12,7 @@ from torch.distributed import fsdp, rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from scale.shards import copy_into, local
+from scale.shards import local
 from system.errors import UserError, launched, this_rank
 
 
@@ -143,29 +143,6 @@ def free_gathered(model):
     """Frees what an evaluation left gathered (FSDP2, zero2): parameters() are then shards."""
     for unit in units(model):
         unit.reshard()
-
-
-@contextlib.contextmanager
-def whole(module):
-    """Within it a module's own parameters are whole float32 tensors, at its end copied into them.
-
-    So their first values depend neither on sharding nor on dtype. UserError if some are not given.
-    """
-    own = dict(module.named_parameters(recurse=False))
-    for name, parameter in own.items():
-        device = parameter.device
-        if isinstance(parameter, DTensor):
-            device = parameter.device_mesh.device_type
-        empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
-        module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    yield
-    for name, parameter in own.items():
-        given = module._parameters[name].detach()
-        module._parameters[name] = parameter
-        if given.isnan().any():
-            what = f"{type(module).__name__}.{name} has no initial value"
-            raise UserError(f"model.py: {what}: does its reset_parameters() give it one?")
-        copy_into(parameter, given)
 
 
 @contextlib.contextmanager

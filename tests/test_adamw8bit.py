@@ -10,7 +10,7 @@ from torch._inductor import metrics
 from torch.nn import Parameter
 
 import model as models
-from scale import adamw8bit, parallel
+from scale import adamw8bit
 from scale.adamw8bit import AdamW8bit
 from settings import Config
 
@@ -183,5 +183,5 @@ def test_bf16_weights_begin_as_the_float32_ones():
         model = models.on_meta(
             Config(vocab_size=100, n_layer=2, n_head=2, n_embd=16, block_size=8)
         ).to(dtype)
-        built.append(models.allocate(model, "cpu", seed=1, whole=parallel.whole).parameters())
+        built.append(models.allocate(model, "cpu", seed=1).parameters())
     assert all(q.dtype == torch.bfloat16 and torch.equal(p.bfloat16(), q) for p, q in zip(*built))

@@ -26,11 +26,9 @@ GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
 KINDS = [(*kind, "graphs") for kind in (("apart", "none"), ("varlen", "selective"))]
 KINDS += [slow(*kind, "inductor") for kind in (("apart", "none"), ("varlen", "block"))]
 KINDS += [repeated(*kind, "inductor") for kind in (("varlen", "none"), ("varlen", "selective"))]
-TOKEN_BEFORE = dict(key_offset=True, bigram_embedding=True)
-COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True, **TOKEN_BEFORE)
+COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
 CASES = [
     ({}, None),
-    (TOKEN_BEFORE, None),
     slow(COMPILED, "graphs"),
     repeated(COMPILED, "inductor"),
 ]
@@ -142,7 +140,6 @@ def test_attention_equals_float64(way, kv_heads, grouped, monkeypatch):
     [
         GROUPED,
         dict(GROUPED, qk_norm=True, rope_factor=8.0, rope_original=16),
-        dict(GROUPED, **TOKEN_BEFORE),
     ],
 )
 def test_a_packed_row_is_its_documents_alone(way, shape):
@@ -239,8 +236,6 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
     shape = dict(
         positions="rope", norm="rmsnorm", mlp="swiglu", n_kv_head=settings.get("n_kv_head", 2)
     )
-    for name in TOKEN_BEFORE:
-        shape[name] = settings.get(name, False)
     common = SHORT | dict(document_mask=True, **shape)
     train_here(short_documents, tmp_path / "one", **common)
     words = flags(

@@ -33,7 +33,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import kernels
 import model as unedited
 import train
-from fast import forms
+from fast import forms, texts
 from fast.chips import best_attention
 from run import build, evaluate, sampling
 from run.flops import ModelAnalysis
@@ -285,17 +285,19 @@ COMPILED = dict(parallel="zero2", remat="selective", compile=True)
 HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
-def edited(file, edits, into=None):
-    """The module of a file with edits, (text, its replacement); into: where its text is to lie."""
+def replaced(file, edits):
+    """The text of a file with edits, (text, its replacement)."""
     text = (ROOT / file).read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{file} has this {text.count(old)} times, not once:\n{old}"
         text = text.replace(old, new)
+    return text
+
+
+def edited(file, edits):
+    """The module of a file with edits."""
     module = types.ModuleType(file.removesuffix(".py"))
-    if into:
-        into.write_text(text)
-        module.__file__ = str(into)
-    exec(compile(text, f"{file} with an edit", "exec"), vars(module))
+    exec(compile(replaced(file, edits), f"{file} with an edit", "exec"), vars(module))
     return module
 
 
@@ -305,18 +307,17 @@ def in_place(edit):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         assert sys.modules["model"] is unedited and not forms.edits
         if edit in DEFINITIONS:
-            put_in_place(
-                kernels,
-                edited("kernels.py", [DEFINITIONS[edit]], Path(folder, "kernels.py")),
-                patch,
-            )
+            file = Path(folder, "kernels.py")
+            file.write_text(replaced("kernels.py", [DEFINITIONS[edit]]))
+            forms.edits.update(texts.edited(file))
+            put_in_place(kernels, edited("kernels.py", [DEFINITIONS[edit]]), patch)
             put_in_place(unedited, edited("model.py", []), patch)
         elif edit:
             put_in_place(unedited, edited("model.py", EDITS[edit]), patch)
         try:
             yield
         finally:
-            forms.find_edits(vars(kernels))
+            forms.edits.clear()
 
 
 # so that all are there before one is put in place
@@ -528,33 +529,31 @@ def test_which_operations_become_plain(edit, monkeypatch):
     )
 
 
-# operations that run in plain PyTorch with an edit of a definition in kernels.py, in two blocks
+# operations that are no more fused after an edit of a definition in kernels.py
 EDITED = {
-    "Linear": ["linear", "mlp", "qkv"],
-    "rotated": ["rope"],
-    "LayerNorm": ["norm"],
-    "RMSNorm": ["norm"],
-    "cross_entropy": ["linear_cross_entropy"],
-    "plain_loss": ["linear_cross_entropy"],
-    "plain_cross_entropy": ["linear_cross_entropy"],
-    "cap": ["linear_cross_entropy"],
-    "attention": [],  # PyTorch's own kernels
+    "Linear": {"linear", "mlp", "qkv"},
+    "rotated": {"rope"},
+    "LayerNorm": {"norm"},
+    "RMSNorm": {"norm"},
+    "attention": set(),  # PyTorch's own kernels
 }
+EDITED |= dict.fromkeys(("gelu", "relu2", "swiglu"), {"mlp"})
+LOSSES = "cross_entropy", "plain_loss", "plain_cross_entropy", "cap"
+EDITED |= dict.fromkeys(LOSSES, {"linear_cross_entropy"})
 
 
 @pytest.mark.parametrize("edit", DEFINITIONS)
 def test_the_summary_names_an_edited_definition(edit, monkeypatch):
     monkeypatch.setattr(forms, "enabled", {DEVICE})
-    with in_place(edit):
-        found = ModelAnalysis(config(edit, dict(precision="bf16")), torch.device(DEVICE))
-        plain = {name: why for name, why in found.calls if why}
-    activation = {"gelu", "relu2", "swiglu"} & {edit}
-    assert sorted(plain) == EDITED.get(edit, ["mlp"] if activation else [edit])
-    for name, why in plain.items():
-        known = (
-            {forms.OTHER_LAYER} if (edit, name) in {("Linear", "mlp"), ("Linear", "qkv")} else set()
-        )
-        assert why in {f"kernels.{edit} was edited"} | known
+    fused, rows = [], []
+    for own in (None, edit):
+        with in_place(own):
+            cfg = config(edit, dict(precision="bf16"))
+            found = ModelAnalysis(cfg, torch.device(DEVICE))
+            fused.append({name for name, why in found.calls if why is None})
+            rows.append(dict(found.rows()))
+    assert fused[0] - fused[1] == EDITED.get(edit, {edit})
+    assert f"kernels.{edit} was edited" in rows[1]["edited"] and "edited" not in rows[0]
 
 
 NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one

@@ -1,6 +1,8 @@
 """The fused kernels against float64; without an NVIDIA GPU as in test_fp8.py."""
 
+import copy
 import dataclasses
+import inspect
 import itertools
 import math
 import os
@@ -20,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA bu
 import fast
 import kernels
 import model as models
-from fast import chips, forms, hopper, linear, loss, mlp, norm, rope
+from fast import chips, forms, hopper, linear, loss, mlp, norm, rope, texts
 from fast.gradients import Rotation
 from run.flops import OperationCounter
 
@@ -220,6 +222,88 @@ def leaf(*shape, dtype=torch.bfloat16, std=1.0):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype).requires_grad_()
 
 
+OPERATIONS = {  # by the definition whose text is run, with the others that this text calls
+    "Linear": "",
+    "qkv": "Linear",
+    "gelu": "mlp",
+    "relu2": "mlp",
+    "swiglu": "mlp",
+    "LayerNorm": "",
+    "RMSNorm": "",
+    "rope": "rotated",
+    "cross_entropy": "plain_loss plain_cross_entropy cap",
+}
+
+
+def call_of(name):
+    """(an operation of kernels.py whose fused form computes the text of this name, arguments)"""
+    x = leaf(2, 24, 64, dtype=WIDE)
+    if name == "Linear":
+        return kernels.Linear.forward, [kernels.Linear(64, 72), x]
+    if name == "qkv":
+        return kernels.qkv, [x, kernels.Linear(64, 6 * 16), [4, 1, 1], 16]
+    if name in ("gelu", "relu2", "swiglu"):
+        wide = 512 if name == "swiglu" else 256
+        layers = kernels.Linear(64, wide), kernels.Linear(256, 64)
+        return kernels.mlp, [x, layers[0], getattr(kernels, name), layers[1]]
+    if name == "rope":
+        angles = torch.randn(24, 16, device=DEVICE)
+        heads = leaf(2, 3, 24, 32, dtype=WIDE)
+        return kernels.rope, [heads, torch.nn.RMSNorm(32, 1e-5), angles.cos(), angles.sin()]
+    if name == "cross_entropy":
+        targets = torch.randint(90, (2, 24), device=DEVICE)
+        return kernels.cross_entropy, [x, torch.nn.Linear(64, 96, False), targets, "sum", 90, 3.0]
+    layer = getattr(kernels, name)(64, 1e-5)
+    return getattr(kernels, name).forward, [layer, x]
+
+
+def in_float64(argument):
+    """With the values of bf16."""
+    if isinstance(argument, torch.nn.Module):
+        return copy.deepcopy(argument).bfloat16().double()
+    if torch.is_tensor(argument) and argument.is_floating_point():
+        return argument.detach().double().requires_grad_(argument.requires_grad)
+    return argument
+
+
+def results(function, arguments, dy):
+    """[result, gradients of the tensors and parameters]; several results side by side."""
+    y = function(*arguments)
+    if isinstance(y, tuple):
+        y = torch.cat(y, 1)
+    leaves = []
+    for argument in arguments:
+        if isinstance(argument, torch.nn.Module):
+            leaves += argument.parameters()
+        elif torch.is_tensor(argument) and argument.requires_grad:
+            leaves.append(argument)
+    dy = torch.randn(y.shape, generator=dy).to(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_form_computes_the_text_of_its_digest(name, monkeypatch):
+    monkeypatch.setattr(forms, "enabled", {DEVICE})
+    operation, arguments = call_of(name)
+    for argument in arguments:
+        if isinstance(argument, torch.nn.Module):
+            argument.to(DEVICE)
+            for p in argument.parameters():
+                torch.nn.init.normal_(p, std=0.2)
+    text = inspect.unwrap(operation)
+    same = torch.Generator().manual_seed
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = results(partial(operation.form, text), arguments, same(0))
+    exact = results(text, [in_float64(argument) for argument in arguments], same(0))
+    assert [error(*pair) < 2e-2 for pair in zip(found, exact, strict=True)] == [True] * len(exact)
+
+
+def test_each_text_is_compared():
+    """But attention's, which PyTorch computes; test_documents.py has its other forms."""
+    compared = " ".join([*OPERATIONS, *OPERATIONS.values()]).split()
+    assert {*compared, "attention"} == {*texts.COMPUTED}
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("B, T, K, N", [(3, 37, 64, 200), (2, 128, 768, 2304), (1, 1, 8, 16)])
@@ -266,7 +350,6 @@ def test_rope(B, H, T, D, normed):
     heads = lambda y: y[..., D : D + H * D].unflatten(-1, (H, D)).transpose(1, 2)
     weight = (1 + torch.randn(D, device=DEVICE) / 4).requires_grad_() if normed else None
     rope_module = models.Rope(GPTConfig(n_embd=H * D, n_head=H, block_size=T + 3)).to(DEVICE)
-    rope_module.reset_tables()
     cos, sin = rope_module.cos[3:], rope_module.sin[3:]
     inputs = [packed, weight][: 1 + normed]
     ours = lambda packed, weight=None: rope.RopeFunction.apply(
@@ -276,7 +359,8 @@ def test_rope(B, H, T, D, normed):
     def theirs(packed, weight=None):
         x = F.rms_norm(heads(packed), (D,), weight, 1e-5) if normed else heads(packed)
         first, second = x.chunk(2, -1)
-        return x * cos.double() + torch.cat((-second, first), -1) * sin.double()
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.cat(turned, -1)
 
     dy = torch.randn(B, T, H, D, device=DEVICE).to(WIDE).transpose(1, 2)
     for given in (dy, dy.contiguous()):
@@ -288,20 +372,21 @@ def test_rope(B, H, T, D, normed):
 
 
 def test_rope_of_other_tables_is_plain_pytorch(monkeypatch):
-    """The kernel reads tables of (T, D); plain PyTorch takes any that can be broadcast."""
+    """The kernel reads tables of (T, D/2); plain PyTorch takes any that can be broadcast."""
     monkeypatch.setattr(forms, "enabled", {DEVICE})
-    x, cos = leaf(2, 3, 5, 8), torch.randn(5, 4, device=DEVICE).repeat(1, 2)
-    for table in (cos, cos.expand(2, 1, 5, 8), cos[:1], cos.t().contiguous().t()):
+    x, cos = leaf(2, 3, 5, 8), torch.randn(5, 4, device=DEVICE)
+    for table in (cos, cos.expand(2, 1, 5, 4), cos[:1], cos.t().contiguous().t()):
         found = kernels.rope(x, torch.nn.Identity(), table, table)
         assert error(found, kernels.rotated(x.double(), table, table)) < 1e-2  # bf16, cut off here
 
 
 def test_rope_turns_gradients_back():
     """Backward of RoPE is RoPE with the opposite angle."""
-    angles = torch.randn(33, 12).repeat(1, 2)  # of both halves
+    angles = torch.randn(33, 12)
     x, dy = leaf(2, 3, 33, 24, dtype=torch.float64), torch.randn(2, 3, 33, 24, device=DEVICE)
     tables = [table.to(DEVICE) for table in (angles.cos(), angles.sin())]
-    ours, theirs = Rotation.apply(x, *tables), kernels.rotated(x, *tables)
+    text = inspect.unwrap(kernels.rotated)
+    ours, theirs = Rotation.apply(text, x, *tables), text(x, *tables)
     grads = [torch.autograd.grad(y, x, dy.double())[0] for y in (ours, theirs)]
     assert torch.equal(ours, theirs) and error(*grads) < 1e-6  # in float32
 

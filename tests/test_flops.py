@@ -135,6 +135,30 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     assert "not counted" in found.rows()[0][1]
 
 
+def test_a_forward_that_takes_other_arguments_is_named(monkeypatch):
+    """GPT.forward's in a line; a block's where model.py calls it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(models.GPT, "forward", lambda self, idx, targets=None: None)
+        with pytest.raises(UserError, match="forward"):
+            analysed()
+    monkeypatch.setattr(models.Block, "forward", lambda self, x: x)
+    with pytest.raises(TypeError, match="positional"):
+        analysed()
+
+
+def test_a_block_compiled_in_init_is_named(monkeypatch):
+    """The names of its parameters would be others in checkpoints and exports."""
+    init = models.Block.__init__
+
+    def compiled(self, *given):
+        init(self, *given)
+        self.mlp = torch.compile(self.mlp)
+
+    monkeypatch.setattr(models.Block, "__init__", compiled)
+    with pytest.raises(UserError, match="compile"):
+        analysed()
+
+
 def test_what_a_forward_keeps_outside_of_buffers_is_named(monkeypatch):
     """A count, and a tensor that the next call reads; one that is set before it is read is not."""
     embed = models.GPT.embed

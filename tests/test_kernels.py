@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import fast
 import kernels
 import model as models
-from fast import cublas, forms, gradients
+from fast import chunks, cublas, forms, gradients
 from run import flops
 from settings import GPTConfig
 from system.errors import UserError
@@ -60,6 +60,21 @@ def test_linear_cross_entropy(rows, V, cap, in_chunks):
     with torch.no_grad():
         each, _ = kernels.linear_cross_entropy(own, head, targets, "none", V, cap)
     torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_of_all_tokens_is_not_computed_in_chunks(in_chunks):
+    """An edit that divides by the number of tokens differs in parts; one of each token does not."""
+    plain = inspect.unwrap(kernels.plain_loss)
+    assert chunks.sums_over_chunks(plain)
+    assert chunks.sums_over_chunks(lambda *arguments: 2 * plain(*arguments))
+    assert chunks.sums_over_chunks(lambda x, *more: plain(F.dropout(x, 0.5), *more))
+    assert not chunks.sums_over_chunks(lambda x, *more: plain(x - x.mean(0), *more))
+    assert not chunks.sums_over_chunks(lambda x, *more: x.view(3, 5, 7))
+    in_chunks(2, 40)
+    x, weight, targets = torch.randn(3, 7, 16), torch.randn(40, 16), torch.randint(40, (3, 7))
+    mean = lambda x, *more: plain(x, *more) / x[..., 0].numel()
+    found = chunks.in_chunks(mean)(x, weight, targets, "sum", 40, None)
+    assert torch.equal(found, mean(x, weight, targets, "sum", 40, None))
 
 
 def test_chunks_of_logits_take_little_memory_and_come_again_for_a_backward_alone(
@@ -152,7 +167,8 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     wide, narrow, x = kernels.Linear(16, 32), kernels.Linear(16, 30), torch.randn(2, 3, 16)
 
     class Edited(kernels.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x)
 
     def fused(*layers, dtype=torch.bfloat16, **options):
         with torch.autocast("cpu", dtype):
@@ -163,6 +179,7 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert not fused(wide, dtype=torch.float16) and not forms.fused("linear", x, wide)
     has_more = forms.has_hooks_or_own_forward
     assert not has_more(wide, kernels.LayerNorm(16)) and has_more(wide, Edited(16, 32))
+    assert has_more(nn.Linear(16, 32))
     assert "NVIDIA" in forms.enable(torch.device("cpu")) and not forms.enabled and not fused(wide)
     monkeypatch.setattr(forms, "enabled", {"cpu"})
     assert forms.enable(torch.device("cpu"), "torch") == "ops=torch" and not forms.enabled
@@ -177,7 +194,7 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
 
 def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
     monkeypatch.setattr(forms, "enabled", {"cuda"})
-    x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 16)
+    x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 8)
     norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
     others = kernels.LayerNorm(16), kernels.Linear(16, 16), nn.Sequential(nn.RMSNorm(16, 1e-5))
     for layer in norms + others:
@@ -187,14 +204,13 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
         assert layer in others or seen.calls.total() == 1  # the norm is inside
 
 
-@pytest.mark.parametrize("angles", [4, 8])  # of pairs; of the numbers of a head, each its own
-def test_ropes_tables_have_gradients(angles, monkeypatch):
+def test_ropes_tables_have_gradients(monkeypatch):
     monkeypatch.setattr(forms, "enabled", {"cuda"})
     x, dy = torch.randn(2, 2, 3, 5, 8)
-    frequencies = torch.rand(angles, requires_grad=True)
+    frequencies = torch.rand(4, requires_grad=True)
 
     def gradients_of(rotated, trained):
-        angle = torch.outer(torch.arange(5.0), frequencies).repeat(1, 8 // angles)
+        angle = torch.outer(torch.arange(5.0), frequencies)
         tables = [t if trained else t.detach() for t in (angle.cos(), angle.sin())]
         leaves = [x.clone().requires_grad_(), frequencies][: 1 + trained]
         return torch.autograd.grad(rotated(leaves[0], *tables), leaves, dy)
@@ -202,8 +218,9 @@ def test_ropes_tables_have_gradients(angles, monkeypatch):
     for trained in (False, True):
         exact = gradients_of(inspect.unwrap(kernels.rotated), trained)
         torch.testing.assert_close(gradients_of(kernels.rotated, trained), exact)
+    tables = torch.randn(2, 5, 4, requires_grad=True)
     with flops.OperationCounter("cuda", torch.bfloat16) as seen:
-        kernels.rope(x, nn.Identity(), dy[0, 0].requires_grad_(), dy[0, 0])
+        kernels.rope(x, nn.Identity(), *tables)
     assert seen.calls["rope", "tables with a gradient"] == 1
 
 

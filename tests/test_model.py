@@ -2,7 +2,6 @@
 every variant trains.
 """
 
-import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -36,8 +35,7 @@ VARIANTS = {
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1),
     "llama_scaled": dict(LLAMA, rope_theta=500_000.0, rope_factor=8.0, rope_original=8),
     "softcap": dict(softcap=15.0),
-    "key_offset": dict(LLAMA, n_kv_head=2, key_offset=True),
-    "bigram_embedding": dict(bigram_embedding=True, embed_norm=True),
+    "embed_norm": dict(embed_norm=True),
     "embedding_mix": dict(embedding_mix=1),
     "relu2": dict(LLAMA, mlp="relu2"),
     "qk_norm": dict(LLAMA, qk_norm=True),
@@ -75,8 +73,7 @@ def test_variants_train_and_see_no_later_position(changes):
     assert abs(loss.item() - math.log(cfg.vocab_size)) < 0.1
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), name
-        # the rows that the scale multiplies are zero at first
-        assert p.grad.any() == (name != "bigrams.scale"), name
+        assert p.grad.any(), name
     model = randomized(cfg).eval()
     x = ids(cfg)
     y = x.clone()
@@ -109,45 +106,6 @@ def test_value_embeddings_add_a_row_of_a_table_to_the_values(every, layers):
         # (B, T, C)
         rows = table[x].view(2, cfg.block_size, 2, 8).repeat_interleave(2, dim=2).flatten(2)
         torch.testing.assert_close(one(h, x, None), other(h, x, None) + rows)
-
-
-def test_rope_turns_half_of_a_head_and_a_key_has_a_quarter_of_the_one_before():
-    cfg = small(head_dim=8, key_offset=True, **LLAMA)
-    rope, one = build(cfg, CPU, seed=0).blocks[0].attn.rope, torch.nn.Identity()
-    q, k = torch.randn(2, 3, 4, 16, 8)
-    turned, keys = rope(q, k, one, one, None)
-    still = [2, 3, 6, 7]  # the pairs of dimensions 2 and 6, 3 and 7
-    assert torch.equal(turned[..., still], q[..., still]) and torch.equal(
-        keys[..., [2, 3]], k[..., [2, 3]]
-    )
-    assert torch.equal(keys[:, :, 1:, 6:], k[:, :, :-1, 6:]) and not keys[:, :, 0, 6:].any()
-    # the other half is as it was
-    whole = build(small(head_dim=4, **LLAMA), CPU, seed=0).blocks[0].attn.rope
-    half = [0, 1, 4, 5]
-    for mine, theirs in zip((turned, keys), whole(q[..., half], k[..., half], one, one, None)):
-        torch.testing.assert_close(mine[..., half], theirs)
-
-
-def test_a_pair_of_tokens_has_a_row_of_the_bigrams_table():
-    cfg = small(bigram_embedding=True, vocab_size=5000)
-    model = build(cfg, CPU, seed=0)
-    torch.nn.init.normal_(model.bigrams.table.weight)
-    idx = torch.tensor([[5, 7, 5, 7, 7, 5], [7, 5, 9, 9, 5, 7]])
-    rows = model.bigrams(torch.zeros(2, 6, cfg.n_embd), idx)
-    pairs = {}
-    for b, t in itertools.product(range(2), range(6)):
-        pairs.setdefault((idx[b, t - 1].item() if t else None, idx[b, t].item()), []).append(
-            rows[b, t]
-        )
-    assert all(torch.equal(one, same[0]) for same in pairs.values() for one in same)
-    different = torch.stack([same[0] for same in pairs.values()])
-    assert len(torch.unique(different, dim=0)) == len(pairs) == 8
-    table = 0.1 * model.bigrams.table.weight
-    assert all((table == row).all(1).any() for row in different)
-    # over as many rows as ids, about as evenly as chance: 1 - 1/e of them are used
-    idx = torch.randint(5000, (1, 5000), generator=torch.Generator().manual_seed(0))
-    own = model.bigrams(torch.zeros(1, 5000, cfg.n_embd), idx)
-    assert 0.6 < len(own[0].unique(dim=0)) / 5000 < 0.66
 
 
 @pytest.mark.parametrize("every, layers", [(0, []), (1, [1, 2, 3]), (2, [1, 3]), (3, [3])])
@@ -265,43 +223,134 @@ def test_initial_weights():
         assert abs(p.mean().item()) < 5 * expected / math.sqrt(p.numel()), name
 
 
-def test_a_parameter_without_an_initial_value_is_named(monkeypatch):
-    """On meta, what __init__ assigns is lost: it would train from whatever was in memory."""
+def after_init(monkeypatch, edit):
+    """GPT.__init__ with edit(model) at its end."""
+    init = models.GPT.__init__
 
-    class Scaled(models.Block):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.alpha = torch.nn.Parameter(torch.ones(1))
+    def edited(self, cfg):
+        init(self, cfg)
+        edit(self)
 
-    monkeypatch.setattr(models, "Block", Scaled)
-    with pytest.raises(
-        UserError, match="model.py: blocks.0.alpha has no initial value: reset_parameters"
-    ):
-        build(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=100), CPU, seed=0)
+    monkeypatch.setattr(models.GPT, "__init__", edited)
+
+
+def on_meta_first(cfg, seed):
+    return models.allocate(models.on_meta(cfg), CPU, seed)
+
+
+def nanogpts(model):
+    def first(module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.5)
+
+    model.apply(first)
+
+
+def by_data(model):
+    model.blocks[1].mlp.up.bias.data.fill_(1.0)
+
+
+def another_weight(model):
+    model.blocks[1].mlp.up.weight = torch.nn.Parameter(0.1 * torch.ones(128, 32))
+
+
+def eye(model):
+    torch.nn.init.eye_(model.blocks[1].mlp.up.weight)
+
+
+def norm_gain(model):
+    torch.nn.init.constant_(model.blocks[1].norm_1.weight, 0.5)
+
+
+def bare(model):
+    model.alpha = torch.nn.Parameter(torch.full((1,), 3.0))
+
+
+def weight_norm(model):
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[1].mlp.up)
+
+
+GIVEN = {  # an edit of __init__, the parameter to which it gives values, what holds of them
+    nanogpts: ("blocks.1.mlp.up.weight", lambda p: abs(p.std() - 0.5) < 0.05),
+    by_data: ("blocks.1.mlp.up.bias", lambda p: (p == 1).all()),
+    another_weight: ("blocks.1.mlp.up.weight", lambda p: (p == 0.1).all()),
+    eye: ("blocks.1.mlp.up.weight", lambda p: torch.equal(p, torch.eye(*p.shape))),
+    norm_gain: ("blocks.1.norm_1.weight", lambda p: (p == 0.5).all()),
+    bare: ("alpha", lambda p: p == 3),
+    weight_norm: ("blocks.1.mlp.up.parametrizations.weight.original0", lambda p: p.any()),
+}
+
+
+@pytest.mark.parametrize("edit", GIVEN)
+def test_values_given_in_init_hold_or_on_meta_are_named(edit, monkeypatch):
+    """The others are those without the edit, in its order of draws."""
+    name, holds = GIVEN[edit]
+    plain = dict(build(small(), CPU, 0).named_parameters())
+    after_init(monkeypatch, edit)
+    model = build(small(), CPU, 0)
+    assert holds(model.get_parameter(name))
+    for other in ("wpe.weight", "blocks.1.mlp.proj.weight", "blocks.0.attn.qkv.bias"):
+        changed = edit is nanogpts and "proj" in other
+        assert torch.equal(model.get_parameter(other), plain[other]) != changed
+    with pytest.raises(UserError, match="has no first value") as error:
+        on_meta_first(small(), 0)
+    assert edit is nanogpts or f"{name} has" in str(error.value)
+
+
+@pytest.mark.parametrize("start", [build, on_meta_first])
+def test_a_parameter_that_nothing_gives_a_value_is_named(start, monkeypatch):
+    def edit(model):
+        model.alpha = torch.nn.Parameter(torch.empty(3))
+
+    after_init(monkeypatch, edit)
+    with pytest.raises(UserError, match="alpha has no first value"):
+        start(small(), *([CPU] * (start is build)), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_parameter_in_another_dtype_is_named(dtype, monkeypatch):
+    def edit(model):
+        model.alpha = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    after_init(monkeypatch, edit)
+    with pytest.raises(UserError, match=f"alpha is {dtype}"):
+        build(small(), CPU, 0)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_first_values_are_the_same_on_meta_and_in_16_bits(changes):
+    cfg = small(**changes)
+    real, meta, low = build(cfg, CPU, 3), on_meta_first(cfg, 3), build(cfg, CPU, 3, torch.bfloat16)
+    for name, p in real.named_parameters():
+        assert torch.equal(p, meta.get_parameter(name)), name
+        assert torch.equal(p.bfloat16(), low.get_parameter(name)), name
+    for name, buffer in real.named_buffers():
+        assert torch.equal(buffer, meta.get_buffer(name)) and buffer.dtype == torch.float32
+
+
+def test_tensors_and_hooks_of_init_hold(monkeypatch):
+    def edit(model):
+        model.scales = [torch.full((3,), 0.5)]
+        model.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+        model.rates = torch.linspace(0, 1, 5).tolist()
+        model.wpe.weight.register_hook(torch.zeros_like)
+
+    after_init(monkeypatch, edit)
+    for model in (build(small(), CPU, 0), models.on_meta(small())):
+        assert model.scales[0].sum() == 1.5 and model.mask.sum() == 10 and model.rates[-1] == 1
+    model = build(small(), CPU, 0)
+    model(ids(model.cfg), ids(model.cfg))[0].backward()
+    assert not model.wpe.weight.grad.any() and model.wte.weight.grad.any()
 
 
 def test_an_embedding_with_a_padding_row_has_zeros_there(monkeypatch):
-    made = models.GPT.__init__
+    def edit(model):
+        model.types = torch.nn.Embedding(5, 32, padding_idx=3)
 
-    def with_types(self, cfg):
-        made(self, cfg)
-        self.types = torch.nn.Embedding(5, cfg.n_embd, padding_idx=3)
-
-    monkeypatch.setattr(models.GPT, "__init__", with_types)
-    rows = build(small(), CPU, 0).types.weight
-    assert [bool(row.any()) for row in rows] == [True, True, True, False, True]
-
-
-def test_a_padding_row_that_the_head_shares_is_zeros(monkeypatch):
-    made = models.GPT.__init__
-
-    def with_padding(self, cfg):
-        made(self, cfg)
-        self.wte.padding_idx = 3
-
-    monkeypatch.setattr(models.GPT, "__init__", with_padding)
-    weight = build(small(tie_embeddings=True), CPU, 0).head.weight
-    assert not weight[3].any() and weight[2].any()
+    after_init(monkeypatch, edit)
+    for model in (build(small(), CPU, 0), on_meta_first(small(), 0)):
+        rows = model.types.weight
+        assert [bool(row.any()) for row in rows] == [True, True, True, False, True]
 
 
 class Scales(torch.nn.Module):
@@ -315,38 +364,23 @@ class Scales(torch.nn.Module):
         torch.nn.init.ones_(self.of_q)
 
 
-def test_what_init_shares_or_notes_on_a_parameter_is_there_after_allocation(monkeypatch):
-    made = models.GPT.__init__
+@pytest.mark.parametrize("start", [build, on_meta_first])
+def test_what_init_shares_or_notes_on_a_parameter_is_there(start, monkeypatch):
+    def edit(model):
+        model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
+        model.blocks[0].mlp.up.weight.note = "mine"
+        model.scales = Scales()
 
-    def shares(self, cfg):
-        made(self, cfg)
-        self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight
-        self.blocks[0].mlp.up.weight.note = "mine"
-        self.scales = Scales()
-
-    plain = sum(p.numel() for p in build(small(), CPU, 0).parameters())
-    monkeypatch.setattr(models.GPT, "__init__", shares)
-    model = build(small(), CPU, 0)
+    cfg = small()
+    given = [CPU] if start is build else []
+    plain = sum(p.numel() for p in build(cfg, CPU, 0).parameters())
+    after_init(monkeypatch, edit)
+    model = start(cfg, *given, 0)
     shared = model.blocks[0].mlp.up.weight
     assert model.blocks[1].mlp.up.weight is shared and shared.note == "mine"
     assert model.head.weight is model.wte.weight
-    assert model.scales.of_q is model.scales.of_k
+    assert model.scales.of_q is model.scales.of_k and (model.scales.of_q == 1).all()
     assert sum(p.numel() for p in model.parameters()) == plain - shared.numel() + 2
-
-
-@pytest.mark.parametrize("read", ["item", "tolist", "numpy"])
-def test_reading_a_value_in_init_is_explained(monkeypatch, read):
-    """As in a rate that differs by block, read from a torch.linspace."""
-    made = models.GPT.__init__
-
-    def reads(self, cfg):
-        made(self, cfg)
-        self.rate = getattr(torch.zeros(()), read)()
-
-    monkeypatch.setattr(models.GPT, "__init__", reads)
-    with pytest.raises((RuntimeError, TypeError)) as raised:
-        build(small(), CPU, 0)
-    assert "on the meta device, where tensors have no values" in raised.value.__notes__[0]
 
 
 def test_dropout_only_in_training():

@@ -89,13 +89,13 @@ MUON = dict(
 MUON |= dict(
     tie_embeddings=False, zero_init=True, embed_norm=True, value_embeddings=2, attention_gate=True
 )
-MUON |= dict(bigram_embedding=True, embedding_mix=1)
+MUON |= dict(embedding_mix=1)
 # Beside Muon AdamW's eps is 1e-10, and Muon decays what its update shrinks, a matter of signs:
 # rounding moves some weights, by them later gradients. Over CPUs and seeds the largest ratios were
 # 3e-4 and 2e-3.
 ROUGHER = dict(moments=5e-3, weights=2e-2)
 GATED = dict(n_kv_head=1, mlp="swiglu", positions="rope", tie_embeddings=False, value_embeddings=1)
-GATED |= dict(attention_gate=True, key_offset=True, bigram_embedding=True, embedding_mix=1)
+GATED |= dict(attention_gate=True, embedding_mix=1)
 # 16 tokens of the loss at a time; alone: all
 CHUNKS, WIDE = dict(LOGITS_MIB=1), dict(vocab_multiple=16_384)
 FSDP, HSDP = dict(parallel="fsdp", UNIT_MIB=0), dict(parallel="hsdp", shard_size=2)

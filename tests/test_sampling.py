@@ -18,7 +18,7 @@ GROUPED = dict(
 )
 MODELS = {
     "gpt2": {},
-    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math"),
+    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math", embedding_mix=1),
     "llama_grouped": LLAMA | GROUPED,
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }

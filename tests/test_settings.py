@@ -61,7 +61,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
      "did you mean clip.*; did you mean eval_tokens, which is in tok"),
     ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
     ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
-    ("--key_offset=True", 1, "key_offset=True needs positions=rope, .*; leave it out"),
     ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
     ("--batch_schedule=65000:0.5", 2,
      "batch_schedule=65000 is not divisible by block_size.ranks = 1024.2 = 2048; nearest: 63488"),

@@ -180,7 +180,7 @@ def test_llama_trains_compiled_as_eager(data_dir, tmp_path, compiler):
 
 
 def test_init_from_starts_at_those_weights(data_dir, tmp_path):
-    shape = dict(eval_interval=12, value_embeddings=1, bigram_embedding=True)
+    shape = dict(eval_interval=12, value_embeddings=1)
     first = train_here(data_dir, tmp_path / "a", **shape)
     second = train_here(data_dir, tmp_path / "b", init_from=tmp_path / "a", max_steps=1, **shape)
     assert losses(second, "val")[0] == losses(first, "val")[12]

@@ -53,7 +53,7 @@ GROKFAST = """        slow = state.own.setdefault("slow", {})
             p.grad.add_(slow[name])
 """
 TWICE = "a block runs twice, and so would change blocks.0."
-LOST = "is given values in __init__, which are lost"
+LOST = "has no first value"
 
 
 def of_mlp(part, call, text=""):
@@ -77,6 +77,12 @@ def after_blocks(*lines):
 
 def refused(name, what, edits, words):
     return Patch(name, what, edits, (), sample=(), refused={"eager": words})
+
+
+def in_init(name, what, edits, words=None, sample=()):
+    """A patch that holds on one device and in copies, and is refused where FSDP2 shards."""
+    sharded = {modes.FSDP: words} if words else {}
+    return Patch(name, what, edits, (modes.DDP, modes.FSDP), sample=sample, refused=sharded)
 
 
 def in_loop(name, what, lines, sample, words, **more):
@@ -143,21 +149,24 @@ PATCHES = [
         ),
         sample=(modes.ATTENTION, modes.CONTEXT),
     ),
-    refused(
+    in_init(
         "an identity as first value",
         "which nn.init writes through `out`",
         of_mlp("nn.init.eye_(self.mlp.up.weight)", MLP_CALL),
-        f"blocks.0.mlp.up.weight {LOST}",
+        "parameters without values where FSDP2 shards",
     ),
-    refused(
+    in_init(
         "a weight made of numbers",
         "in __init__, in place of the layer's own",
-        of_mlp("self.mlp.up.weight = nn.Parameter(0.1 * torch.ones(4, 4))", MLP_CALL),
+        of_mlp(
+            "self.mlp.up.weight = nn.Parameter(0.1 * torch.ones(cfg.mlp_hidden, cfg.n_embd))",
+            MLP_CALL,
+        ),
         f"blocks.0.mlp.up.weight {LOST}",
     ),
-    refused(
+    in_init(
         "nanoGPT's first values",
-        "by self.apply in __init__, where tensors have no values",
+        "by self.apply in __init__",
         after_blocks(
             "def first(module):",
             "    if isinstance(module, nn.Linear):",
@@ -165,8 +174,9 @@ PATCHES = [
             "self.apply(first)",
         ),
         f"blocks.0.attn.qkv.weight {LOST}",
+        sample=(modes.DDP, modes.FSDP),
     ),
-    refused(
+    in_init(
         "a bias set in __init__",
         "by .data, which autograd does not see",
         of_mlp(
@@ -175,23 +185,23 @@ PATCHES = [
         ),
         f"blocks.0.side.bias {LOST}",
     ),
-    refused(
+    in_init(
         "a hook set in __init__",
-        "on the gradient of a parameter, which is another one later",
+        "on the gradient of a parameter",
         after_blocks("self.wpe.weight.register_hook(lambda grad: 0.1 * grad)"),
-        "wpe.weight has a hook on its gradient, which is lost",
+        "wpe.weight has a hook on its gradient, which FSDP2 does not call",
     ),
-    refused(
+    in_init(
         "tensors in a list",
-        "computed in __init__, where they have no data",
+        "computed in __init__",
         of_mlp("self.scales = [torch.full((cfg.n_embd,), 0.5)]", f"self.scales[0] * {MLP_CALL}"),
-        "blocks.0.scales holds a tensor, which has no data in __init__",
+        sample=(modes.FSDP,),
     ),
     refused(
         "a float64 parameter",
         "which the norm of gradients does not take",
         gain("cfg.n_embd, dtype=torch.float64"),
-        "blocks.0.gain.weight is in float64",
+        "blocks.0.gain.weight is torch.float64",
     ),
     Patch(
         "a GRU in each block",

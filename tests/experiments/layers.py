@@ -25,9 +25,6 @@ SHIFT = '''class Shift(nn.Module):
 
 
 '''
-BY_PREVIOUS = SHIFT.replace(
-    "        self.share =", "        self.previous = Previous()\n        self.share =", 1
-).replace("F.pad(x[:, :-1], (0, 0, 1, 0))", "self.previous(x)")
 NORMS = "        self.norm_3, self.norm_4 = make_norm(cfg), make_norm(cfg)\n"
 EXPORTED = (*OF_LAYERS, modes.EXPORTED)  # which new parameters let it refuse
 WHOLE_ROWS = (*EXPORTED, modes.FSDP)
@@ -211,22 +208,6 @@ PATCHES = [
         refused=dict.fromkeys(
             ("eager", modes.DDP), "mixes tokens outside of attn.core, so that they cross documents"
         ),
-    ),
-    Patch(
-        "token shift by Previous",
-        "as a token shift, by the module that is right over ranks and with a cache",
-        shifted(BY_PREVIOUS),
-        (*WHOLE_ROWS, modes.COMPILED),
-        sample=(modes.CONTEXT, modes.SAMPLED),
-        export=HAS_MORE,
-    ),
-    Patch(
-        "token shift by Previous within documents",
-        "as a token shift by Previous, under document masks",
-        shifted(BY_PREVIOUS),
-        (modes.DDP, modes.CONTEXT),
-        sample=(modes.CONTEXT,),
-        settings=dict(document_mask=True),
     ),
     Patch(
         "a token shift from zero",

@@ -54,7 +54,7 @@ SINES = """        at = torch.arange(x.size(1), device=x.device) if positions is
         angles = at.unsqueeze(-1) * rates
         return x + 0.02 * torch.cat([angles.sin(), angles.cos()], dim=-1)
 """
-ROPE_ROWS = "        cos, sin = self.cos[rows], self.sin[rows]  # (T, D)\n"
+ROPE_ROWS = "        cos, sin = self.cos[rows], self.sin[rows]  # (T, D/2)\n"
 ROPE = dict(positions="rope")
 # a rank that has a part of a row does not know where its document began
 WHOLE_ROWS = (modes.PLAIN, modes.BLOCK, modes.SAMPLED, modes.FSDP, modes.CONTEXT)

@@ -4,8 +4,8 @@ from experiments import patch as modes
 from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HIDDEN_CALL
 from experiments.patch import Patch
 
-IMPORTS = "import math\nfrom contextlib import nullcontext\n"
-WITH_RANDOM = "import math\nimport random\nfrom contextlib import nullcontext\n"
+IMPORTS = "import math\nfrom dataclasses import fields, replace\n"
+WITH_RANDOM = "import math\nimport random\nfrom dataclasses import fields, replace\n"
 WITH_NUMPY = "import torch.nn.functional as F\n\nimport kernels\n"
 NUMPY = "import numpy as np\nimport torch.nn.functional as F\n\nimport kernels\n"
 # Each rank, and each division into micro-steps, draws other numbers.

@@ -107,6 +107,7 @@ def measured(log):
     return f"gradients above the norm in steps {wrong}" if wrong or not lines else None
 
 
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 DIFFERS = "transformers' logits differ by"
 ONE_POSITION = "masked diffusion has logits of one position at a time"
 
@@ -234,6 +235,15 @@ PATCHES = [
         "the first block's values go on to all others: a block takes and returns two tensors",
         sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
         export=HAS_MORE,
+    ),
+    shelved(
+        "key_offset_bigrams",
+        "a quarter of a key is that of the token before, beside a table for pairs of tokens",
+        sample=(modes.BLOCK,),
+        settings=dict(LLAMA),
+        refused=modes.MIXES,
+        cached=False,
+        export=HAS_MORE.replace("gpt2", "llama"),
     ),
     shelved(
         "half_shift",

@@ -1,0 +1,83 @@
+"""fast/texts.py: which changes of kernels.py are edits, and what they are said to change."""
+
+import pytest
+from conftest import ROOT
+
+from fast import forms, texts
+
+TEXT = (ROOT / "kernels.py").read_text()
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """edited(old, new): what texts.py says of kernels.py with a change."""
+
+    def found(old, new):
+        assert TEXT.count(old) == 1
+        (tmp_path / "kernels.py").write_text(TEXT.replace(old, new))
+        return texts.edited(tmp_path / "kernels.py")
+
+    return found
+
+
+def test_the_forms_compute_the_texts_of_kernels():
+    """Where this is red, change the fused form as well, and then the digest in fast/texts.py.
+
+    tests/test_fast.py compares the two.
+    """
+    assert texts.edited() == {} == forms.edits
+
+
+def test_a_text_comes_after_those_that_it_calls():
+    names = [*texts.COMPUTED]
+    found = texts.definitions(texts.KERNELS)
+    for number, name in enumerate(names):
+        later = {*names[number + 1 :]} - {"cross_entropy"}  # F.cross_entropy too
+        assert not later & {*found[name]}, name
+
+
+END = "\ndef cap(logits, softcap):"
+OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
+SWIGLU = "    gate, up = x.chunk(2, dim=-1)\n    return F.silu(gate) * up"
+FREE = {
+    "a comment and a line break": (
+        'return F.gelu(x, approximate="tanh")  # GPT-2\'s own form',
+        '# ours\n    return F.gelu(\n        x, approximate="tanh")',
+    ),
+    "no docstring": ('    """down(activation(up(x))); x: (..., C) -> (..., C)."""\n', ""),
+    "another function": ("# -- the loss\n", "def another(x):\n    return swiglu(x)\n"),
+}
+EDITS = {  # (text, another, what is then edited, by the first of which)
+    "an expression": ("F.relu(x).square()", "F.relu(x) ** 2", "relu2"),
+    "other names": (SWIGLU, SWIGLU.replace("gate", "a"), "swiglu"),
+    "a decorator": ("@operation(forms.mlp)", "@torch.compile\n@operation(forms.mlp)", "mlp"),
+    "a line": ("    first, second = x", "    x = 2 * x\n    first, second = x", "rotated rope"),
+    "a line in another block": (
+        "        v = v.transpose(1, 2).cont",
+        "        pass\n    v = v.transpose(1, 2).cont",
+        "qkv",
+    ),
+    "what others call": ("softcap * torch.tanh(", "softcap * torch.sin(", OF_CAP),
+    "a second definition": (END, f"\ndef gelu(x):\n    return x\n\n{END}", "gelu"),
+    "an assignment": (END, f"\nmlp = torch.compile(mlp)\n{END}", "mlp"),
+    "a choice": (END, f"\nif True:\n    def relu2(x):\n        return x\n{END}", "relu2"),
+    "an attribute": (
+        "class Linear(nn.Linear):",
+        "class Linear(nn.Linear):\n    bias_scale = 2.0\n",
+        "Linear",
+    ),
+    "another base": ("class LayerNorm(nn.LayerNorm):", "class LayerNorm(nn.RMSNorm):", "LayerNorm"),
+    "another name": ("def relu2(x):", "def squared(x):", "relu2"),
+}
+
+
+@pytest.mark.parametrize("old, new", FREE.values(), ids=FREE)
+def test_comments_docstrings_and_line_breaks_are_free(edited, old, new):
+    assert edited(old, new) == {}
+
+
+@pytest.mark.parametrize("old, new, names", EDITS.values(), ids=EDITS)
+def test_another_text_is_an_edit_of_all_that_calls_it(edited, old, new, names):
+    found = edited(old, new)
+    assert [*found] == names.split()
+    assert all(names.split()[0] in words for words in found.values())
