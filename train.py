@@ -87,7 +87,7 @@ class Training:
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
-        self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model, self.analysis)
+        self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
         if self.graph is None:
             other = optim.unknown(self.state.optimizer)
             self.model, rows = wrap(model, cfg, world, self.analysis, other)  # in DDP

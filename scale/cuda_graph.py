@@ -26,19 +26,14 @@ TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
 AHEAD = 0.05
 
 
-def choose(cfg, world, micro_step, model, unsaved):
-    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto".
-
-    unsaved: names of what an edit's modules keep from call to call, which no replay would change.
-    """
+def choose(cfg, world, micro_step, model):
+    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto"."""
     if cfg.cuda_graph is True:
         return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
     found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
     against = [line for line in found if "cuda_graph" in line]
     if world.device.type != "cuda":
         against.append("it needs a CUDA device")
-    if unsaved:
-        against.append(f"{unsaved[0]} is kept from call to call")
     if against:
         return None, [("cuda graph", f"no ({against[0]})")]
     graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
