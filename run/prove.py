@@ -9,28 +9,30 @@ the rounding of fused kernels and what train.py's loop does itself, docs/experim
 """
 
 import contextlib
-import dataclasses
 import hashlib
+import itertools
 import json
 import time
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from optim import parts_of
 from run import reshard, source
 from scale import generators, memory, parallel
-from scale.shards import local, rows_of
+from scale.shards import copy_into, local
 from system import files
 from system.errors import UserError, warn
 
 MICRO_STEPS = 2
 PART = 32  # tokens of a row for each rank that shares it, of at least two
-GRADIENT = 1e-4  # relative, of each tensor and of the loss; rounding in float32 makes 1e-6
+GRADIENT = 1e-4  # relative, of the loss and each gradient; rounding in float32 makes 1e-6
 UPDATE = 0.02  # likewise of an update: Muon computes in bf16, and states may have 8 bits
 BEFORE, AFTER = 5, 7  # steps around a checkpoint, since some optimizers act in every tenth
 PATIENCE_S = 30  # until a rank counts as lost
@@ -45,81 +47,78 @@ CAUSES = {
 
 
 class Fails(Exception):
-    """A trial that raised an error. alike: on all ranks, so that they can go on together."""
-
-    alike = True
+    """A trial that raised an error, on all ranks alike."""
 
 
-@dataclasses.dataclass
-class Plain:
-    """A step without any mode, up to its update."""
-
-    training: object
-    weights: dict  # before the step
-    loss: float
-    gradients: dict  # {name: gradient}, of those that are not zero
-    totals: list  # as of Training.accumulate
-    norm: torch.Tensor
+class NotProved(Exception):
+    """Why the trials tell nothing."""
 
 
 def prove(make, cfg, world, loader, eot):
     """Rows of the start-up summary; raises UserError for an edit that a mode would make wrong.
 
     make: the class train.Training. eot: the id that separates documents, or None. All ranks call
-    it. A proof is noted in out_dir, so that a run that goes on there need not repeat it.
+    it. out_dir keeps a digest, so that a run that goes on there need not prove it again.
     """
     if not cfg.prove:
         return [("prove", "no, as set")]
-    note = Path(cfg.out_dir) / "proved.json"
-    digest = digest_of(cfg, world)
-    if parallel.gather_objects(noted(note) == digest)[0] and not cfg.dry_run:
-        return [("prove", "done before, with this code, these settings and as many ranks")]
     began = time.perf_counter()
-    with undisturbed(cfg, world, loader):
-        proof = Proof(make, cfg, world, cropped(loader, cfg, eot), eot)
-        proof.run()
-    seconds = f"{time.perf_counter() - began:.1f} s"
-    for words in proof.warnings:
-        warn(words)
-    if proof.reason:
-        return [("prove", f"not proved: {proof.reason} ({seconds})")]
+    note = Path(cfg.out_dir) / "proved"
+    same = asdict(replace(cfg, out_dir="", resume="none", overwrite=False))
+    facts = [source.BEGAN, same, world.size, world.device.type, torch.__version__]
+    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    if parallel.gather_objects(note.exists() and note.read_bytes() == digest)[0]:
+        return [("prove", "done before, of this code with these settings and ranks")]
+    proof = Proof(make, cfg, world, cropped(loader, cfg, eot), eot)
+    with undisturbed(cfg, world):
+        try:
+            proof.run()
+        except NotProved as why:
+            return [("prove", f"not proved: {why}")]
     if world.main and not cfg.dry_run:
-        with files.writable(note.parent):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(note, {"digest": digest})
-    return [("prove", seconds), *(proof.rows if cfg.dry_run or __import__("os").environ.get("HP") else [])]
+        note.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(note, digest)
+    rows = [("prove", f"{time.perf_counter() - began:.1f} s")]
+    if cfg.dry_run:
+        rows += [("", words) for words in proof.found]
+    return rows
 
 
-def digest_of(cfg, world):
-    """SHA-256 of all that a proof depends on."""
-    settings = dataclasses.asdict(cfg)
-    for name in ("out_dir", "resume", "overwrite", "dry_run"):
-        del settings[name]
-    facts = [source.BEGAN, settings, world.size, world.device.type, torch.__version__]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+def cropped(loader, cfg, eot):
+    """[(x, y)] of a step's micro-batches: two short rows each, (B, T), with separators in them."""
+    position = loader.state_dict()
+    batches = [loader.next() for _ in range(MICRO_STEPS)]
+    loader.load_state_dict(position)
+    N = cfg.context_parallel
+    T = min(PART * max(2, N), *(x.size(1) for x, _ in batches)) // N * N
+    found = []
+    for x, y in batches:
+        x, y = x[:2, :T].clone(), y[:2, :T]
+        if eot is not None:
+            x[:, separators(T)] = eot
+        if not (y >= 0).any():  # a long question
+            y = x.roll(-1, 1)
+        found.append((x, y))
+    return found
 
 
-def noted(path):
-    """The digest in a file; None without one."""
-    if not path.exists():
-        return None
-    return files.read_json(path, form={"digest": files.sha256})["digest"]
+def separators(T):
+    """Where documents begin in a row: at odd places, since an edit may merge two or four tokens."""
+    return [T // 3 | 1, T * 2 // 3 | 1]
 
 
 @contextlib.contextmanager
-def undisturbed(cfg, world, loader):
-    """Puts back the position in the data, random numbers, precision and time limits at its end."""
-    position = loader.state_dict()
+def undisturbed(cfg, world):
+    """Puts back random numbers, precision and time limits at its end."""
     precision = torch.get_float32_matmul_precision()
     unit = memory.UNIT_MIB
     memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
     limit_collectives(min(PATIENCE_S, cfg.timeout_s))
     with generators.preserved(world.device):
         yield
-        loader.load_state_dict(position)
+    limit_collectives(cfg.timeout_s)
     memory.UNIT_MIB = unit
     torch.set_float32_matmul_precision(precision)
-    limit_collectives(cfg.timeout_s)
 
 
 def limit_collectives(seconds):
@@ -127,66 +126,19 @@ def limit_collectives(seconds):
         distributed_c10d._set_pg_timeout(parallel.time_limit(seconds), dist.group.WORLD)
 
 
-def cropped(loader, cfg, eot):
-    """[(x, y)] of a step's micro-batches: two short rows each, (B, T), with separators in them."""
-    N = cfg.context_parallel
-    batches = [loader.next() for _ in range(MICRO_STEPS)]
-    B = min(2, *(len(x) for x, _ in batches))
-    T = min(PART * max(2, N), *(x.size(1) for x, _ in batches)) // N * N
-    found = []
-    for x, y in batches:
-        has_loss = (y[:B] >= 0).any(0)
-        first = min(int(has_loss.int().argmax()), x.size(1) - T)  # answers may begin late
-        part = slice(first, first + T)
-        x = x[:B, part].clone()
-        y = y[:B, part].clone() if has_loss.any() else x.roll(-1, 1)
-        if eot is not None:
-            for place in separators(T):
-                x[:, place] = eot
-                y[:, place - 1] = torch.where(y[:, place - 1] >= 0, eot, -100)
-        found.append((x, y))
-    return found
-
-
-def separators(T):
-    """Where documents begin in a row: at odd places, since an edit may merge two or four tokens."""
-    return T // 3 | 1, T * 2 // 3 | 1
-
-
-class Rows:
-    """A loader of the same micro-batches in turn, before each of which a rank draws the same."""
-
-    def __init__(self, batches, seed):
-        self.batches = batches
-        self.seed = seed
-        self.taken = 0
-
-    def next(self):
-        self.taken += 1
-        generators.seed(self.seed + 1000 * self.taken)
-        return self.batches[self.taken % len(self.batches)]
-
-    def state_dict(self):
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.taken = state["taken"]
-
-    def close(self):
-        pass
-
-
 class Proof:
-    """The trials of a run. rows: what they found; reason: why they prove nothing, or None."""
+    """The trials of a run; found: what they measured, in words."""
 
     def __init__(self, make, cfg, world, batches, eot):
-        self.make, self.cfg, self.world = make, cfg, world
-        self.batches, self.eot = batches, eot
+        self.make = make
+        self.cfg = cfg
+        self.world = world
+        self.batches = batches
+        self.eot = eot
         self.draws = cfg.seed + world.rank  # the run's ranks draw other numbers, too
         self.narrow = True
-        self.plain = None
         self.trials = 0
-        self.rows, self.warnings, self.reason = [], [], None
+        self.found = []
 
     def run(self):
         """Raises UserError if the run differs from plain code, with each of two draws of weights.
@@ -195,33 +147,21 @@ class Proof:
         """
         cfg = self.cfg
         try:
-            found = self.difference(cfg)
+            self.on_all_ranks(self.plain_step, cfg)
         except Fails as why:
-            if not why.alike or memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
-                self.reason = f"a narrow copy of the model fails: {why}"
-                return
             self.narrow = False  # an edit may need a width, or a depth
-            try:
-                found = self.difference(cfg)
-            except Fails as why:
-                self.reason = f"the model fails without any mode: {why}"
-                return
-        if found:
-            cfg = dataclasses.replace(cfg, seed=cfg.seed + 1)
-            found = self.difference(cfg)
-        if found:
-            self.explain(cfg, found)
-            return
-        parts = [("document_mask=True", self.compare_tokens)]
-        if cfg.save_interval or cfg.dry_run:
-            parts.insert(0, ("resume", self.compare_resumed))
-        for name, part in parts:
-            try:
-                found = self.on_all_ranks(part)
-            except Fails as why:
-                found = str(why) if name == "resume" else None
-            if found:
-                raise UserError(f"{name}: {found} (docs/experiment.md)")
+            if memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
+                raise NotProved(f"a narrow copy of the model fails: {why}") from None
+        if self.difference(cfg):
+            cfg = replace(cfg, seed=cfg.seed + 1)
+            if words := self.difference(cfg):
+                self.explain(cfg, words)
+        if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
+            if words := self.on_all_ranks(self.compare_resumed):
+                raise UserError(f"resume: {words} (docs/experiment.md)")
+        with contextlib.suppress(Fails):  # a model may have no logits
+            if words := self.on_all_ranks(self.compare_tokens):
+                raise UserError(f"document_mask=True: {words} (docs/experiment.md)")
 
     def explain(self, cfg, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
@@ -230,32 +170,24 @@ class Proof:
         for self.draws in (draws, draws, draws + 1):
             losses.append(self.on_all_ranks(self.plain_step, cfg).loss)
         if losses[0] != losses[1]:
-            self.reason = "the same step twice differs: model.py draws from numbers of its own"
-            return
-        modes = self.modes(cfg)
-        for name in modes:
-            if self.difference(dataclasses.replace(cfg, **{name: OFF[name]})):
-                continue
-            mode = f"{name}={getattr(cfg, name)}"
-            if losses[1] != losses[2] and (name == "context_parallel" or cfg.remat_tile):
-                self.reason = f"{mode}: model.py draws random numbers, which depend on shapes"
-                return
-            raise UserError(f"{mode}: {words}: {CAUSES[name]} (docs/experiment.md)")
-        raise UserError(f"{self.where(modes)}: {words} (docs/experiment.md)")
+            raise NotProved("the same step twice differs: model.py draws from numbers of its own")
+        for name, off in OFF.items():
+            value = getattr(cfg, name)
+            if value != off and not self.difference(replace(cfg, **{name: off})):
+                if losses[1] != losses[2] and (name == "context_parallel" or cfg.remat_tile):
+                    raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
+                raise UserError(f"{name}={value}: {words}: {CAUSES[name]} (docs/experiment.md)")
+        raise UserError(f"{self.modes()}: {words} (docs/experiment.md)")
 
-    def modes(self, cfg):
-        """Names of those that are on."""
-        return [name for name, off in OFF.items() if getattr(cfg, name) != off]
-
-    def where(self, modes):
-        words = [f"{name}={getattr(self.cfg, name)}" for name in modes]
-        words.append(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps")
-        return ", ".join(words)
+    def modes(self):
+        """Those of the run, in words."""
+        words = [f"{name}={getattr(self.cfg, name)}" for name in OFF]
+        return ", ".join([*words, f"{self.world.size} ranks, {MICRO_STEPS} micro-steps"])
 
     # -- builds
 
-    def settings(self, cfg, **changes):
-        """Those of a trial."""
+    def build(self, cfg, weights=None, **changes):
+        """A Training of settings that are changed to those of a trial."""
         B, T = self.batches[0][0].shape
         changes |= dict(batch_size=B, batch_schedule=None, init_from=None, clip=None, dropout=0.0)
         changes |= dict(precision="fp32", weights="fp32", reduce_dtype="fp32", attention="math")
@@ -264,63 +196,74 @@ class Proof:
             width = 8 * cfg.n_head
             changes |= dict(block_size=T, n_layer=min(32, cfg.n_layer), head_dim=8)
             changes |= dict(n_embd=width, n_hidden=2 * width)
-        cfg = dataclasses.replace(cfg, **changes)
+        cfg = replace(cfg, **changes)
         if cfg.remat == "attention" and self.world.device.type != "cpu":
             cfg.remat = "block"  # there its kernels take 16 bits alone
         cfg.batch_tokens = MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel)
-        return cfg
-
-    def build(self, cfg, weights=None):
-        training = self.make(cfg, self.world, Rows(self.batches, self.draws), weights, self.eot)
+        training = self.make(cfg, self.world, None, weights, self.eot)
         training.state.model.train()
         return training
 
+    def batches_again(self):
+        """Yields the micro-batches in turn; before each it seeds what a forward may draw."""
+        for number in itertools.count():
+            generators.seed(self.draws + 1000 * number)
+            yield self.batches[number % MICRO_STEPS]
+
     def plain_step(self, cfg):
-        """A Plain: each rank has all weights and whole rows, and gradients are averaged."""
-        training = self.build(self.settings(cfg, **OFF, remat_every=1, remat_tile=None))
-        model = training.model = training.state.model  # not in DDP
-        weights = with_noise(model, cfg.seed)
-        totals = training.accumulate(training.state.loader.next)
+        """A Training without modes before its update, with what is compared as attributes.
+
+        Each rank has all weights and whole rows, and gradients are averaged.
+        """
+        plain = self.build(cfg, **OFF, remat_every=1, remat_tile=None)
+        model = plain.model = plain.state.model  # not in DDP
+        generators.seed(cfg.seed)
+        with torch.no_grad():
+            for p in model.parameters():  # their first values may be zero
+                p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
+        plain.weights = whole(dict(model.named_parameters()) | reshard.persistent_buffers(model))
+        plain.calls = []  # of blocks
+        for block in set(model.blocks):
+            block.register_forward_hook(lambda *_: plain.calls.append(1))
+        plain.totals = plain.accumulate(self.batches_again().__next__)
         for p in model.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
-        average([p.grad for p in model.parameters() if p.requires_grad])
-        loss = loss_of(training, totals)
-        norm = training.normalize_and_clip(totals)
-        gradients = {}
-        for name, p in model.named_parameters():
-            if p.grad is not None and p.grad.any():
-                gradients[name] = p.grad.clone()
-        if not loss - loss == 0:
-            raise ValueError(f"the loss is {loss}")
-        return Plain(training, weights, loss, gradients, totals, norm)
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                parallel.sum_over_ranks(p.grad.div_(self.world.size))
+        plain.loss = loss_of(plain, plain.totals)
+        plain.norm = plain.normalize_and_clip(plain.totals)
+        plain.gradients = gradients(model)
+        if not plain.loss - plain.loss == 0:
+            raise ValueError(f"the loss is {plain.loss}")
+        return plain
 
     # -- what is compared; words say what differs
 
     def difference(self, cfg):
-        """How a run differs from plain code, or None. Raises Fails if plain code fails."""
-        self.plain = self.on_all_ranks(self.plain_step, cfg)
-        self.rows = [("", f"plain loss {self.plain.loss:.6f}")]
+        """How a run differs from plain code, or None."""
         try:
-            return self.on_all_ranks(self.compare_step, cfg) or self.on_all_ranks(
-                self.compare_update
-            )
+            self.plain = self.on_all_ranks(self.plain_step, cfg)
         except Fails as why:
-            if why.alike:
-                return f"this model.py fails: {why}"
-            raise UserError(f"{self.where(self.modes(cfg))}: this model.py fails: {why}") from None
+            raise NotProved(f"it fails without any mode: {why}") from None
+        try:
+            words = self.on_all_ranks(self.compare_step, cfg)
+            return words or self.on_all_ranks(self.compare_update)
+        except Fails as why:
+            return f"this model.py fails: {why}"
 
     def compare_step(self, cfg):
         """Of loss and gradients."""
         plain = self.plain
-        built = self.built = self.build(self.settings(cfg), plain.weights)
-        totals = built.accumulate(built.state.loader.next)
+        if cfg.parallel != "ddp" or cfg.context_parallel > 1:
+            if len({*parallel.gather_objects(len(plain.calls))}) > 1:
+                return "the ranks call blocks a different number of times"
+        built = self.built = self.build(cfg, plain.weights)
+        totals = built.accumulate(self.batches_again().__next__)
         loss = loss_of(built, totals)
         built.normalize_and_clip(totals)
-        model = built.state.model
-        gradients = {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        error, name = largest_error(model, gradients, plain.gradients)
-        self.rows.append(("", f"loss {loss:.6f}, gradients off by up to {error:.0e} ({name})"))
+        error, name = largest_error(gradients(built.state.model), plain.gradients)
+        self.found.append(f"loss {plain.loss:.7g} plain, {loss:.7g} in the run's modes")
+        self.found.append(f"gradients differ by up to {error:.0e}")
         if not abs(loss - plain.loss) <= GRADIENT * abs(plain.loss):
             return f"the loss of this model.py differs ({loss:.6g} instead of {plain.loss:.6g})"
         if not error <= GRADIENT:
@@ -329,81 +272,77 @@ class Proof:
 
     def compare_update(self):
         """Of three steps with the plain gradients, each time in another place of their tensors."""
-        plain, model = self.plain, self.built.state.model
-        for number in range(3):
-            for training in (plain.training, self.built):
-                give(training.state.model, plain.gradients, number)
+        moved = []
+        for training in (self.plain, self.built):
+            model = training.state.model
+            for number in range(3):
+                give(model, self.plain.gradients, number)
                 generators.seed(self.draws)
-                training.update(plain.totals, plain.norm)
-        expected = {}
-        for name, p in plain.training.state.model.named_parameters():
-            expected[name] = p.detach() - plain.weights[name]
-        moved = {}
-        for name, p in model.named_parameters():
-            moved[name] = local(p) - own_rows(p, plain.weights[name])
-        error, name = largest_error(model, moved, expected)
-        self.rows.append(("", f"updates off by up to {error:.0e} ({name})"))
+                training.update(self.plain.totals, self.plain.norm)
+            after = whole(dict(model.named_parameters()))
+            moved.append({name: t - self.plain.weights[name] for name, t in after.items()})
+        error, name = largest_error(moved[1], moved[0])
+        self.found.append(f"updates differ by up to {error:.0e}")
         if not error <= UPDATE:
             return f"the optimizer's update of {name} differs by {error:.1e} of its norm"
-        if names := parallel.copies_differ(model):
+        if names := parallel.copies_differ(self.built.state.model):
             return f"the optimizer makes the ranks' copies of {names[0]} drift apart"
         return None
 
     def compare_resumed(self):
         """Of a run that goes on and one that is restored from what it saves, bit for bit."""
-        built = self.built
-        steps(built, BEFORE - 3)  # compare_update took three
-        saved = packed(built.state)
-        expected = steps(built, AFTER)
+        self.steps(self.built, BEFORE - 3)  # compare_update took three
+        saved = packed(self.built.state)
+        expected = self.steps(self.built, AFTER)
         found = []
         for _ in range(2):
-            restored = self.build(built.cfg)
+            restored = self.build(self.built.cfg)
             unpack(restored.state, saved)
-            found.append(steps(restored, AFTER))
+            found.append(self.steps(restored, AFTER))
             if found[-1] == expected:
-                self.rows.append(("", f"resumed: {AFTER} steps the same bit for bit"))
+                self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
                 return None
-        if found[0] != found[1]:
-            self.warnings.append("prove: a step twice gives other bits, so no resume was compared")
-            return None
-        return "model or optimizer keep state that their state_dict does not hold"
+        if found[0] == found[1]:
+            return "model or optimizer keep state that their state_dict does not hold"
+        warn("prove: a step twice gives other bits, so no resume was compared")
+        return None
 
     @torch.no_grad()
     def compare_tokens(self):
         """Of logits when other tokens change. Warns of what may be meant."""
-        model = self.plain.training.state.model
-        if self.divides() and not self.is_mean(model):
-            what = "its loss is no mean over tokens"
-            self.warnings.append(f"model.py: {what}; it depends on ranks and micro-steps")
+        if self.world.size * self.cfg.micro_steps(self.world.size) > 1:
+            whole = self.loss([torch.cat(parts) for parts in zip(*self.batches)])
+            parts = [self.loss(batch) for batch in self.batches]
+            count = sum(count for _, count in parts)
+            mean = sum(loss * count for loss, count in parts) / count
+            if not abs(mean - whole[0]) <= GRADIENT * abs(mean):
+                why = "is no mean over tokens, or draws numbers"
+                warn(f"model.py: the loss depends on ranks and micro-steps: it {why}")
         T = self.batches[0][0].size(1)
-        if self.cfg.document_mask and self.eot is not None:
-            last = separators(T)[-1]
-            if self.moves(model, slice(0, last), slice(last, T)):
-                return "a document's logits depend on the one before: tokens mix outside attn.core"
-        if self.moves(model, slice(T // 2, T), slice(0, T // 2)):
-            self.warnings.append("model.py lets a token see later ones")
+        last = separators(T)[-1]
+        if self.cfg.document_mask and self.moves(slice(0, last), slice(last, T)):
+            return "a document's logits depend on the one before: tokens mix outside attn.core"
+        if self.moves(slice(T // 2, T), slice(0, T // 2)):
+            warn("model.py lets a token see later ones")
         return None
 
-    def divides(self):
-        return self.world.size * self.cfg.micro_steps(self.world.size) > 1
+    def steps(self, training, number):
+        """Takes steps; returns their losses, and what tells two models' weights apart."""
+        next_batch = self.batches_again().__next__
+        losses = []
+        for _ in range(number):
+            totals = training.accumulate(next_batch)
+            norm = training.normalize_and_clip(totals)
+            training.update(totals, norm)
+            losses.append(repr(loss_of(training, totals)))
+        return losses, parallel.checksums(training.state.model).tolist()
 
-    def is_mean(self, model):
-        """Whether a step's loss is that of its micro-batches as one; True if it draws numbers."""
-        joined = [torch.cat(parts) for parts in zip(*self.batches)]
-        once, again = (self.forward(model, joined, seed) for seed in (0, 1))
-        if once != again:
-            return True
-        parts = [self.forward(model, batch, 0) for batch in self.batches]
-        nats = sum(loss * count for loss, count in parts)
-        count = sum(count for _, count in parts)
-        return abs(nats / count - once[0]) <= GRADIENT * abs(once[0])
-
-    def forward(self, model, batch, seed):
-        generators.seed(seed)
-        loss, count, _ = model(*batch, None)
+    def loss(self, batch):
+        generators.seed(self.draws)
+        loss, count, _ = self.plain.model(*batch, None)
         return float(loss), float(count)
 
-    def moves(self, model, changed, seen):
+    def moves(self, changed, seen):
         """Whether other ids at some places change the logits at others."""
         x, _ = self.batches[0]
         other = x.clone()
@@ -411,7 +350,7 @@ class Proof:
         logits = []
         for ids in (x, x, other):
             generators.seed(self.draws)
-            logits.append(model.logits(ids)[:, seen])
+            logits.append(self.plain.model.logits(ids)[:, seen])
         was, again, now = logits
         return was.equal(again) and not (now - was).std() <= GRADIENT * was.std()
 
@@ -420,67 +359,43 @@ class Proof:
     def on_all_ranks(self, function, *arguments):
         """A function's value on this rank, or the words that it returned on another.
 
-        Raises Fails where it raised an error on any rank, UserError where that is one. They tell
-        each other over the store, since a rank may wait in a collective for one that failed.
+        Raises Fails where it failed on all ranks, UserError where on some. They tell each other
+        over the store, since a rank may wait in a collective for one that failed.
         """
-        self.trials += 1
-        value = error = None
+        value = error = words = None
         try:
             value = function(*arguments)
         except Exception as found:  # of any type: an edit's
             error = found
-        words = None
-        if error:
-            words = f"{type(error).__name__}: {error}".partition("\n")[0]
-        elif isinstance(value, str):
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            words = f"{kind}{error}".partition("\n")[0]
+        if isinstance(value, str):
             words = value
-        own = [time.time(), error is not None, isinstance(error, UserError), words]
-        of_ranks = exchanged(f"prove/{self.trials}", self.world, own)
-        told = sorted(one for one in of_ranks if one[3])
-        failed = [one for one in told if one[1]]
-        if failed:
-            why = Fails(failed[0][3])  # the first in time, for which others may have waited
-            why.alike = len(failed) == len(of_ranks)
-            raise why from error
-        return told[0][3] if told else value
+        told = self.exchanged([time.time(), error is not None, words])
+        failed = sorted(one for one in told if one[1])
+        if len(failed) == len(told):
+            raise Fails(failed[0][2]) from error
+        if failed:  # the first in time, for which others have waited
+            raise UserError(f"{self.modes()}: this model.py fails on a rank: {failed[0][2]}")
+        return next((words for _, _, words in told if words), value)
 
-
-def exchanged(key, world, own):
-    """[what each rank gives], JSON; for one that does not come in time, that it failed so."""
-    if world.size == 1:
-        return [own]
-    store = distributed_c10d._get_default_store()
-    store.set(f"{key}/{world.rank}", json.dumps(own))
-    found = []
-    for rank in range(world.size):
+    def exchanged(self, own):
+        """[what each rank gives], as JSON."""
+        if self.world.size == 1:
+            return [own]
+        self.trials += 1
+        keys = [f"prove/{self.trials}/{rank}" for rank in range(self.world.size)]
+        store = distributed_c10d._get_default_store()
+        store.set(keys[self.world.rank], json.dumps(own))
         try:
-            store.wait([f"{key}/{rank}"], timedelta(seconds=2 * PATIENCE_S))
-            found.append(json.loads(store.get(f"{key}/{rank}")))
+            store.wait(keys, timedelta(seconds=2 * PATIENCE_S))
         except RuntimeError:
-            found.append([time.time(), True, False, f"rank {rank} does not come"])
-    return found
+            why = own[2] or "a rank does not come"
+            raise UserError(f"{self.modes()}: this model.py fails: {why}") from None
+        return [json.loads(store.get(key)) for key in keys]
 
 
 # -- parts of a trial
-
-
-@torch.no_grad()
-def with_noise(model, seed):
-    """Moves a model's weights from their first values, which may be zeros; {name: a copy}."""
-    generators.seed(seed)
-    for p in model.parameters():
-        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-        p.add_(torch.randn_like(p), alpha=scale)
-    tensors = dict(model.named_parameters()) | reshard.persistent_buffers(model)
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def average(tensors):
-    """Makes tensors their means over the ranks."""
-    flat = torch.cat([t.flatten() for t in tensors])
-    parallel.sum_over_ranks(flat.div_(parallel.rank_and_size()[1]))
-    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-        t.copy_(part.view_as(t))
 
 
 def loss_of(training, totals):
@@ -489,49 +404,44 @@ def loss_of(training, totals):
     return part * training.rank_step_tokens / count
 
 
-def own_rows(p, whole):
-    """The rows of a whole tensor that this rank holds of a parameter."""
-    return whole[slice(*rows_of(p))] if p.shape else whole
+def whole(tensors):
+    """Copies of {name: tensor}, whole where ranks hold rows of them."""
+    found = {}
+    for name, t in tensors.items():
+        t = t.detach()
+        found[name] = t.full_tensor() if isinstance(t, DTensor) else t.clone()
+    return found
 
 
-def largest_error(model, found, expected):
-    """(the largest relative error of a tensor, its name) of this rank's rows of some tensors.
+def gradients(model):
+    """{name: gradient}, of those that are not zero."""
+    there = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in whole(there).items() if grad.any()}
 
-    found: {name: rows}; expected: {name: whole tensor}; one that is absent is zeros. Rounding of
-    the largest does not count in the others.
+
+def largest_error(found, expected):
+    """(the largest relative error, its name) of {name: tensor}; an absent one is zeros.
+
+    What is small beside all of them together may be rounding.
     """
-    total = torch.stack([whole.norm() for whole in expected.values()]).norm()
+    total = torch.stack([t.norm() for t in expected.values()]).norm()
     errors = {}
-    for name, p in model.named_parameters():
-        own = found.get(name, 0 * local(p))
-        whole = expected.get(name, torch.zeros((), device=own.device))
-        rows = own_rows(p, whole) if name in expected else whole
-        errors[name] = (own.to(rows) - rows).norm() / (whole.norm() + 0.01 * total)
-    worst = torch.stack([*errors.values()])
-    at = int(worst.nan_to_num(torch.inf).argmax())
-    return worst[at].item(), [*errors][at]
+    for name in found | expected:
+        there = expected.get(name, torch.zeros_like(total))
+        error = (found.get(name, 0) - there).norm() / (there.norm() + 0.01 * total)
+        errors[name] = error.nan_to_num(torch.inf)
+    name = max(errors, key=errors.get)
+    return errors[name].item(), name
 
 
 @torch.no_grad()
-def give(model, gradients, places):
+def give(model, grads, places):
     """Gives parameters their rows of whole gradients, whose elements move by some places."""
     for name, p in model.named_parameters():
         p.grad = None
-        if name in gradients:
-            whole = gradients[name]
+        if name in grads:
             p.grad = torch.zeros_like(p)
-            local(p.grad).copy_(own_rows(p, whole.flatten().roll(places).view_as(whole)))
-
-
-def steps(training, number):
-    """Takes steps; returns their losses and what tells two models' weights apart."""
-    found = []
-    for _ in range(number):
-        totals = training.accumulate(training.state.loader.next)
-        norm = training.normalize_and_clip(totals)
-        training.update(totals, norm)
-        found.append(repr(loss_of(training, totals)))
-    return found, parallel.checksums(training.state.model).tolist()
+            copy_into(p.grad, grads[name].flatten().roll(places).view(p.shape))
 
 
 def packed(state):
@@ -544,11 +454,11 @@ def packed(state):
 @torch.no_grad()
 def unpack(state, saved):
     """Fills a freshly built train.State."""
-    tensors, optimizers, own = tree_map_only(torch.Tensor, lambda t: t.clone(), saved)
-    for name, t in state.model.named_parameters():
+    tensors, optimizers, own = tree_map_only(torch.Tensor, torch.clone, saved)
+    for name, t in (
+        dict(state.model.named_parameters()) | reshard.persistent_buffers(state.model)
+    ).items():
         local(t).copy_(local(tensors[name]))
-    for name, t in reshard.persistent_buffers(state.model).items():
-        t.copy_(tensors[name])
     for one, its in zip(parts_of(state.optimizer), optimizers):
         one.load_state_dict(its)
     state.own.update(own)
