@@ -59,7 +59,8 @@ def import_hf(cfg):
     from run import checkpoint, hf
 
     saved = hf.open_hf(cfg.from_hf)
-    wrote = checkpoint.save(cfg.out, 0, {"model": saved.tensors}, {"config": vars(saved.shape)})
+    tensors = {"model": saved.tensors}
+    wrote = checkpoint.save_merged(cfg.out, 0, tensors, {"config": vars(saved.shape)})
     print(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
 
 
@@ -67,11 +68,11 @@ def export(cfg):
     """A checkpoint -> a Hugging Face folder."""
     from corpus import tokenizer as tokenizers
     from model import on_meta
-    from run import checkpoint, hf, reshard
+    from run import checkpoint, hf
 
     saved = checkpoint.open_model(cfg.checkpoint)
     model = on_meta(saved.shape)
-    reshard.check_model_tensors(model, saved.tensors)
+    checkpoint.check_model_tensors(model, saved.tensors)
     name = cfg.tokenizer or saved.tokenizer
     tokenizer = None
     if name:
@@ -128,37 +129,38 @@ def compare(folder, saved, dtype):
 
 def merge(cfg):
     """A checkpoint of many ranks, or the mean of a run's last ones -> one file for each group."""
-    from run import checkpoint, checkpoint_folders
-    from run.reshard import open_merged
+    from run import checkpoint
 
-    folder = checkpoint_folders.find(cfg.checkpoint)
-    tensors, state = open_merged(folder)
+    folder, tensors, state = checkpoint.open_whole(cfg.checkpoint)
     go_on = "resume"
     if cfg.average > 1:
-        mean = mean_of_last(cfg.checkpoint, cfg.average)
-        tensors = {"model": mean, "buffers": tensors.get("buffers", {})}  # the last one's
+        buffers = [name for name in tensors["model"] if f"model/{name}" in state.get("leaves", {})]
+        mean = mean_of_last(cfg.checkpoint, cfg.average, buffers)
+        tensors = {"model": tensors["model"] | mean}
         state = {"step": state["step"], "config": state["config"]}
         go_on = "init_from"
     if carried := checkpoint.carried_tokenizer(folder):
         state["config"]["tokenizer"] = carried
-    wrote = checkpoint.save(cfg.out, state["step"], tensors, state)
+    wrote = checkpoint.save_merged(cfg.out, state["step"], tensors, state)
     print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
 
 
-def mean_of_last(run, number):
-    """{name: mean, in float32} of the weights in so many last checkpoints of a run's folder."""
-    from run.checkpoint_folders import find, folders
-    from run.reshard import open_merged
+def mean_of_last(run, number, buffers):
+    """{name: mean, in float32} of the weights in so many last checkpoints of a run's folder.
+
+    buffers: names of those that are no weights.
+    """
+    from run.checkpoint import folders, open_whole
 
     last = folders(run)[-number:]
     if len(last) < number:
         raise UserError(f"{run} holds {len(last)} checkpoints; try --average={len(last) or 1}")
     models = []
     for folder in last:
-        tensors, _ = open_merged(find(folder))
+        _, tensors, _ = open_whole(folder)
         models.append(tensors["model"])
     mean = {}
-    for name in models[0]:
+    for name in models[0].keys() - set(buffers):
         mean[name] = sum(model[name][...].float() for model in models) / number
     return mean
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +124,8 @@ def make_optimizer(model, cfg):
             raise UserError(f"optim.py: {where}, expected one; {hint}")
     for group in optimizer.param_groups:
         group["factor"] = group["lr"] / (cfg.lr or 1)
+        settings = {name: value for name, value in group.items() if name != "params"}
+        group["made"] = deepcopy(settings)  # a checkpoint holds what steps change of it
     for one in parts_of(optimizer):
         if cfg.max_skipped_steps and not skips(one):
             what = f"max_skipped_steps={cfg.max_skipped_steps}"

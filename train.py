@@ -38,11 +38,12 @@ from run.build import (
     validation_loaders,
     wrap,
 )
-from run.checkpoint import Saver, magnitudes
+from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger, progress
 from run.norms import Norms
+from run.pack import magnitudes
 from run.prove import prove
 from run.resume import Start
 from run.signals import Watch, errors_explained
@@ -67,7 +68,6 @@ class State:
     tokens: int = 0  # tokens read by all ranks
     seconds: float = 0.0  # of training steps, as the ranks agree on them (Logger.elapsed)
     evaluated: int | None = None  # the step after which all evaluations that were due have run
-    score: float | None = None  # of the evaluation that chooses the best checkpoint, at that step
     # yours: tensors, numbers, objects with a state_dict
     own: dict = dataclasses.field(default_factory=dict)
 
@@ -165,8 +165,7 @@ def train(cfg, world, watch):
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
     lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
-    start = Start(cfg.out_dir, cfg.resume, cfg.overwrite, cfg.dry_run)
-    start.check(cfg)
+    start = Start(cfg)
     if cfg.dry_run:
         cfg = try_out(cfg, world, start.step)
 
@@ -195,13 +194,13 @@ def train(cfg, world, watch):
 
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
-    start.restore(state, world)
+    start.restore(state)
     if lock:
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
-    saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved, log.saved)
+    saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     watch.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start), *proved]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
@@ -211,21 +210,24 @@ def train(cfg, world, watch):
 
     state.model.train()
     while True:
-        # evaluate, before the first step too
-        if evaluations.due() and not watch.stopping:
-            log.catch_up()
-            evaluations.run()
-        parallel.begin_step(state.model)  # whose weights are this rank's shards from here on
-
         # save
         share = optim.share_done(state, cfg)  # of the run
         done = share == 1 or watch.stopping
         if saver.due(state.step, cfg.save_interval, done):
             log.catch_up()
-            config = dataclasses.asdict(cfg)
-            saver.save(state, config=config, wandb_id=log.wandb_id, evaluated=not evaluations.due())
+            saver.save(state, config=dataclasses.asdict(cfg), wandb_id=log.wandb_id)
+
+        # evaluate, before the first step too
+        if evaluations.due() and not watch.stopping:
+            log.catch_up()
+            score = evaluations.run()
+            if not evaluations.due():  # no signal has ended them
+                saver.evaluated(state.step, score)
+            continue  # to save, if a signal came meanwhile
+
         if done:
             break
+        parallel.begin_step(state.model)  # whose parameters() are this rank's shards from here on
 
         # rate and batch, micro-steps, clip, step
         watch.begin(state.step + 1)
@@ -243,7 +245,7 @@ def train(cfg, world, watch):
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {
             "asked to stop": watch.asked > 0,
-            "save written": saver.written(),
+            "save written": float(saver.written()),
             "seconds": log.elapsed(state.step + log.late),
             "seconds a step": log.seconds,
         }

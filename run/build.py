@@ -19,7 +19,7 @@ from corpus.loader import DataError, TokenLoader
 from corpus.shards import read_manifest, read_token_bytes, verify
 from fast import forms
 from fast.chips import best_attention
-from run import agreement, checkpoint, hf, reshard, source
+from run import agreement, checkpoint, hf, pack, source
 from run.flops import ModelAnalysis, total_and_matmul_parameters
 from scale import context_parallel, memory, parallel
 from scale.precision import pick_ops, pick_precision
@@ -163,12 +163,12 @@ def build_model(cfg, world, weights=None, eot=None):
     model = models.on_meta(cfg)
     prepare(model, cfg, world, eot, analysis)
     models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed, whole=parallel.whole)
-    buffers = reshard.persistent_buffers(model)
-    if weights:  # older checkpoints have no buffers
-        analysis.new = reshard.load_resharded(model, weights, may_lack=buffers)
+    buffers = pack.persistent_buffers(model)
+    if weights:  # an edit may have added buffers
+        analysis.new = checkpoint.load_weights(model, weights, may_lack=buffers)
     elif cfg.init_from:  # the model may have more, such as LoRA's or a second head's
         own = dict(model.named_parameters()) | buffers
-        analysis.new = reshard.load_resharded(model, open_initial_weights(cfg), may_lack=own)
+        analysis.new = checkpoint.load_weights(model, open_initial_weights(cfg), may_lack=own)
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.broadcast(buffers.values())
@@ -296,7 +296,7 @@ def open_initial_weights(cfg):
         name = name.removeprefix("hf:")
         agreement.weights(hf.fetch(name))
         saved = hf.open_hf(name)
-    else:  # checkpoint_folders.find compares the manifest over ranks
+    else:  # checkpoint.find compares the manifest over ranks
         saved = checkpoint.open_model(name)
         if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
             refuse_other_tokenizer(cfg, saved.tokenizer)
@@ -347,7 +347,7 @@ def describe(cfg, training, start):
         if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
             words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
             rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
-    return rows + start.rows(cfg, state)
+    return rows + start.rows(state)
 
 
 def describe_batch(cfg, size, accumulation):

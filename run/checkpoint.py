@@ -1,79 +1,76 @@
-"""What a checkpoint holds of a run, saved and loaded; without pickles, so loading runs no code.
+"""A run's checkpoints, step_*/ in its folder: written, found, verified, read and pruned.
 
-docs/checkpoints.md lists the files of a folder. run/checkpoint_folders.py chooses, verifies and
-prunes folders; run/reshard.py reads tensors by rows.
+docs/checkpoints.md lists the files of a folder: safetensors and JSON, so that loading runs no code.
+A folder is whole or absent: it is written under a hidden name and then renamed. Of a sharded model
+each rank writes its rows into a file of its own, and any number of ranks read any rows of them.
 """
 
 import contextlib
+import glob
+import hashlib
 import json
+import math
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 import model as models
-from configurator import typed
 from corpus import as_user_error
 from corpus import tokenizer as tokenizers
 from fast.chips import best_attention
-from run import agreement, source, states
-from run.checkpoint_folders import delete_hidden, find, folders, hidden_path, prune, put_in_place
+from run import source
 from run.logger import NotFinite
-from run.reshard import (
-    load_resharded,
-    open_merged,
-    persistent_buffers,
-    read_state_json,
-    with_prefix,
-)
-from run.states import CheckpointError
-from scale import generators, parallel
-from scale.shards import is_first_copy, rows_of
+from run.pack import CheckpointError, pack, persistent_buffers
+from scale import parallel
+from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 from system import files
 from system.errors import UserError, refuse, warn
 
-SHAPE = {f.name for f in fields(GPTConfig)} - {"attention"}
-SCHEDULE = "max_steps batch_tokens lr min_lr_ratio warmup_steps cooldown_fraction schedule".split()
-SCHEDULE += "max_tokens max_seconds batch_schedule".split()
-OTHERS_READ = ("optimizer", "tokenizer", "document_mask")  # further settings that are read of it
-GROUPS = {"optimizer": "optimizer states", "buffers": "buffers", "own": "values of State.own"}
+DIGITS = "[0-9]" * 8
+STATE_FORM = {"step": files.count, "config": {}, "tokens?": files.count, "seconds?": files.number}
+# ends of names of tensors with a row per token id
+TABLES = ("wte.weight", "head.weight", "values.weight", "bigrams.table.weight")
 
 
-def save(out_dir, step, tensors, state, keep_last=2):
-    """As Saver.write, of a process alone; returns the folder."""
-    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last)
-    saver.write(step, tensors, state)
-    return saver.final
+# -- written
 
 
 class Saver:
-    """Saves a run, with async_save from a copy in the CPU's memory.
+    """Saves a run, with async_save from a copy in the CPU's memory. All ranks make the same calls.
 
-    All ranks make the same calls.
+    last: the step in out_dir that the run goes on from. saved(step, folder) follows each save.
     """
 
     def __init__(
         self, world, out_dir, keep_last, async_save=False, last=None, saved=lambda *_: None
     ):
-        """last: the resumed checkpoint, if in out_dir. saved(step, folder) follows each save."""
         self.world = world
         self.out_dir = Path(out_dir)
         self.keep_last = keep_last
         self.background = async_save
         self.saved = saved
         self.last = None  # step of the last save
-        self.whole = set()  # for prune
+        self.whole = set()  # checkpoints that need not be verified again
+        self.best = {}
         if last is not None:
-            self.last = read_state_json(last)["step"]
-            self.whole.add(last)
+            self.last = last
+            self.whole.add(self.folder_of(last))
+            best = read_best(out_dir)
+            if best.get("step", 0) <= self.last:  # else it is another attempt's
+                self.best = best
         self.thread = ThreadPoolExecutor(1)
         self.pending = None  # the future of write_files
+
+    def folder_of(self, step):
+        return self.out_dir / f"step_{step:08d}"
 
     def __enter__(self):
         return self
@@ -88,117 +85,68 @@ class Saver:
         return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
 
     def save(self, state, **facts):
-        """Starts the save of a train.State when the one before is done.
+        """Saves a train.State; facts: what else state.json says of the run, such as its settings.
 
-        It waits for the end of the save unless that runs in the background. All ranks exchange what
-        they hold, in this order: what cannot be saved ends them all before a file is begun.
-
-        facts: what else state.json says of the run, such as its settings.
-        """
-        model = state.model
-        parallel.free_gathered(model)
-        self.refuse_not_finite(state.step, "weights", model.parameters())
-        tensors = {"model": dict(model.named_parameters())}
-        tensors["rng"] = {}  # {"<rank>.<kind>": tensor}
-        of_ranks = parallel.gather_objects(rank_tensors(model, self.world.device))
-        for rank, own in enumerate(of_ranks):
-            tensors["rng"] |= {f"{rank}.{kind}": tensor for kind, tensor in own.items()}
-        tensors["own_of_ranks"] = {}
-        buffers = persistent_buffers(model)
-        packs = {
-            "optimizer": partial(states.pack_optimizer, state.optimizer),
-            "buffers": partial(states.pack_own, buffers),
-            "own": partial(states.pack_own, state.own),
-        }
-        values = {}
-        for group, pack in packs.items():
-            values[group] = self.pack_group(group, pack, state, tensors)
-        tensors["buffers"] = buffers  # rank 0's, which sample.py reads
-        position = position_of_ranks(state.loader)
-        numbers = {
-            "world_size": self.world.size,
-            "tokens": state.tokens,
-            "seconds": state.seconds,
-            "scaler": state.scaler.state_dict(),
-            "loader": position,
-            "val_loss": state.score if state.evaluated == state.step else None,
-            "values": values,
-        }
-        self.write(state.step, tensors, numbers | facts)
-
-    def pack_group(self, group, pack, state, tensors):
-        """Adds the tensors of a group to `tensors` of `write`; returns its JSON for values.json.
-
-        pack: makes JSON of the group with a states.Packer.
-        """
-        packer = states.Packer(state.model)
-        packed = everywhere(partial(pack, packer))
-        saved, tensors[group], alone = states.shared_and_own(packed, packer, state.model)
-        for name, tensor in alone.items():
-            tensors["own_of_ranks"][f"{self.world.rank}.{group}.{name}"] = tensor
-        checked = packer.checked
-        if group == "buffers":  # a mask may hold -inf
-            checked = [t.nan_to_num(torch.nan, 0.0, 0.0) for t in checked]
-        self.refuse_not_finite(state.step, GROUPS[group], checked)
-        return saved
-
-    def refuse_not_finite(self, step, what, tensors):
-        if not parallel.all_finite(tensors, self.world.device):
-            raise NotFinite(
-                f"step {step}: {what} are inf or NaN and were not saved; try a lower --lr"
-            )
-
-    def write(self, step, tensors, state):
-        """Saves the `state` and {"model": {name: tensor or MergedTensor}, ...}, a file each key.
-
-        Tensors of the key own_of_ranks are saved by each rank, all others once.
+        What cannot be saved ends all ranks before a file is begun.
         """
         self.wait()
+        parallel.free_gathered(state.model)
+        tensors, values = everywhere(partial(pack, state))
+        self.refuse_not_finite(state, tensors, values)
+        own = files_of_rank(tensors, values["leaves"])
+        if self.background:
+            for file in own:
+                file.copy_to_host()
+            parallel.synchronize(self.world.device)
+        self.write(state.step, own, values | facts)
+
+    def refuse_not_finite(self, state, tensors, values):
+        leaves = values["leaves"].values()
+        numbers = [x for x in leaves if isinstance(x, float) and not math.isinf(x)]
+        checked = {
+            "weights": state.model.parameters(),
+            "optimizer states": tensors.get("optimizer", {}).values(),
+            "values of State.own": tensors.get("own", {}).values(),
+            "numbers": [torch.tensor([0.0, *numbers])],
+        }
+        for what, found in checked.items():
+            if not parallel.all_finite(found, self.world.device):
+                words = f"{what} are inf or NaN and were not saved; try a lower --lr"
+                raise NotFinite(f"step {state.step}: {words}")
+
+    def write(self, step, own, state):
+        """Writes this rank's Files and, once, `state` as the checkpoint of a step."""
         self.last = step
-        self.final = self.out_dir / f"step_{step:08d}"
-        self.aside = hidden_path(self.final)
-        self.need = 0  # bytes
-        for group in tensors.values():
-            for tensor in group.values():
-                self.need += tensor.shape.numel() * tensor.dtype.itemsize
+        self.final = self.folder_of(step)
+        self.aside = self.out_dir / f".writing_{self.final.name}"
         # no rank goes on before all have begun: rank 0's folder is then there
-        own = self.or_removed(partial(self.begin, tensors, {"step": step, **state}))
+        self.or_removed(partial(self.begin, {"step": step, **state}))
         self.pending = self.thread.submit(write_files, self.aside, own)
         if not self.background:
             self.wait()
 
-    def begin(self, tensors, state):
-        """Makes the folder, on rank 0; returns the File of each group that this rank writes."""
-        if self.world.main:
-            begin_folder(self.aside, state)
-        own = [self.own_file(group, of_group) for group, of_group in tensors.items()]
-        return [file for file in own if file.tensors]
-
-    @torch.no_grad()
-    def own_file(self, group, tensors):
-        """The File of a group that this rank writes, perhaps without a tensor."""
-        of_each_rank = group == "own_of_ranks" and self.world.size > 1
-        own = {}
-        shards = {}
-        for name, tensor in tensors.items():
-            if of_each_rank or is_first_copy(tensor):
-                own[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if own[name].shape != tensor.shape:
-                    shards[name] = (rows_of(tensor)[0], len(tensor))
-        if self.background:
-            for name, tensor in own.items():  # pinned memory takes a copy at the bus's full rate
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                own[name] = copy.copy_(tensor, non_blocking=True)
-            parallel.synchronize(self.world.device)
-        rank = f".rank{self.world.rank:05d}" if shards or of_each_rank else ""
-        return File(f"{group}{rank}.safetensors", own, shards)
+    def begin(self, state):
+        """Makes the hidden folder, on rank 0, with state.json, the run's code and its tokenizer."""
+        if not self.world.main:
+            return
+        for left in self.out_dir.glob(f".writing_step_{DIGITS}"):  # by a run that was killed
+            delete(left)
+        self.aside.mkdir(parents=True)
+        files.write_json(self.aside / "state.json", state)
+        copies = {self.out_dir / name: name for name in source.KEPT}
+        tokenizer = tokenizer_file(self.out_dir, state["config"].get("tokenizer"))
+        if tokenizer:
+            copies |= {path: path.name for path in tokenizers.beside(tokenizer.parent)}
+            # only if it is one, since what was loaded may name any file
+            if tokenizers.is_one(tokenizer, tokenizer.stat().st_mtime_ns):
+                copies[tokenizer] = f"tokenizer{tokenizer.suffix}"
+        for path, name in copies.items():
+            with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
+                files.write_atomic(self.aside / name, path.read_bytes())
 
     def written(self):
-        """1.0 if this rank has written its files of the save in progress, else 0.0.
-
-        Once all ranks have, `wait` is short.
-        """
-        return float(self.pending is not None and self.pending.done())
+        """Whether this rank has written its files of the save in progress."""
+        return self.pending is not None and self.pending.done()
 
     def wait(self):
         """Waits for the save in progress, if there is one, and publishes it."""
@@ -206,90 +154,195 @@ class Saver:
             return
         writing = self.pending
         self.pending = None
-        of_ranks = parallel.gather_objects(self.or_removed(writing.result))
-        self.or_removed(partial(self.publish, of_ranks))
+        manifest = {}
+        for digests in parallel.gather_objects(self.or_removed(writing.result)):
+            manifest |= digests
+        self.or_removed(partial(self.publish, manifest))
         self.saved(self.last, self.final)
 
-    def publish(self, of_ranks):
-        """On rank 0: puts a complete folder in place, with its manifest, and prunes older ones."""
+    def publish(self, manifest):
+        """On rank 0: gives a complete folder its name. What had that name gets another one."""
         if not self.world.main:
             return
-        manifest = {}
-        for written in of_ranks:
-            manifest |= written
         for path in self.aside.iterdir():
             if path.name not in manifest:
                 manifest[path.name] = files.digest(path)
         files.write_json(self.aside / "manifest.json", manifest)
-        put_in_place(self.final)
+        read(self.aside)  # what cannot be read again is refused before it counts
+        if os.path.lexists(self.final):
+            other = f"{self.final}_before_{os.getpid()}"
+            os.rename(self.final, other)
+            warn(f"{self.final}, damaged or of another attempt, is now {other}")
+        os.rename(self.aside, self.final)
+        files.sync(self.out_dir)
         self.whole.add(self.final)
-        try:
-            prune(self.final, self.keep_last, self.whole)
-        except OSError as error:
-            warn(f"{self.out_dir}: older checkpoints are still there: {error}")
+        self.prune()
 
     def or_removed(self, action):
-        """action() on each rank.
-
-        If it fails on one, what was written is removed, and all ranks raise CheckpointError.
-        """
+        """action() on each rank; if it fails on one, what was written is removed and all raise."""
         try:
-            return everywhere(action, Exception)  # any type: the other ranks wait
-        except CheckpointError as error:
-            free = shutil.disk_usage(self.out_dir).free if self.out_dir.is_dir() else 0
-            free = parallel.gather_objects(free)[0]  # all ranks raise the same line
+            return everywhere(action)
+        except UserError as error:
+            free = 0
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
-            room = f"it needs {self.need / 1e9:.2f} GB of {free / 1e9:.2f} free"
+                if self.out_dir.is_dir():
+                    free = shutil.disk_usage(self.out_dir).free
+            free = parallel.gather_objects(free)[0]  # all ranks raise the same line
             advice = "earlier checkpoints are intact: free some space, --resume=auto"
-            raise CheckpointError(
-                f"{self.final}: cannot be written ({error}; {room}); {advice}"
-            ) from None
+            why = f"{error}; {free / 1e9:.2f} GB of disk are free"
+            raise CheckpointError(f"{self.final}: cannot be written ({why}); {advice}") from None
+
+    def evaluated(self, step, score):
+        """Notes that the evaluations due at a step have run; score: the lower the better, or None.
+
+        Of a step that was not saved it notes nothing.
+        """
+        if not self.world.main or step != self.last:
+            return
+        if score is not None and score < self.best.get("score", math.inf):
+            self.best |= {"step": step, "score": score}
+        self.best["evaluated"] = step
+        try:
+            files.write_json(self.out_dir / "best.json", self.best)
+        except OSError as error:
+            warn(f"{self.out_dir}/best.json stays as it was: {error}")
+        self.prune()
+
+    def prune(self):
+        """Removes all but the newest keep_last, the best, and those of later steps.
+
+        Damaged ones do not count, and go with those that are older than what is kept; copies stay.
+        """
+        kept = 0
+        for folder in reversed(folders(self.out_dir)):
+            step = step_of(folder)
+            if step > self.last or step == self.best.get("step") or is_copy(folder):
+                continue
+            if kept == self.keep_last:
+                try:
+                    remove(folder)
+                except OSError as error:
+                    warn(f"{folder} stays, though a newer one is saved: {error}")
+            elif folder in self.whole or problem(folder) is None:
+                self.whole.add(folder)
+                kept += 1
 
 
-def everywhere(action, kind=UserError):
-    """action() on each rank; where one raises an error of the kind, all raise CheckpointError."""
+@dataclass
+class File:
+    """A safetensors file that this rank is to write."""
+
+    name: str
+    tensors: dict = field(default_factory=dict)  # {name: tensor}
+    rows: dict = field(default_factory=dict)  # {name: (first row, rows of the whole tensor)}
+
+    def add(self, name, tensor):
+        """Adds the rows that this rank holds, unless a lower rank holds the same."""
+        if not is_first_copy(tensor):
+            return
+        self.tensors[name] = local(tensor)
+        if local(tensor).shape != tensor.shape:
+            self.rows[name] = (rows_of(tensor)[0], len(tensor))
+
+    def copy_to_host(self):
+        """Replaces its tensors; pinned memory takes a copy at the bus's full rate."""
+        for name, tensor in self.tensors.items():
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.tensors[name] = copy.copy_(tensor, non_blocking=True)
+
+
+def files_of_rank(tensors, leaves):
+    """[File] that this rank writes of what `pack` found.
+
+    Of what is saved by rows, each rank writes its own; the rest is written once where all ranks
+    have the same, else by each. Of buffers that differ, the model has rank 0's.
+    """
+    rank, _ = parallel.rank_and_size()
+    apart = names_that_differ(tensors, leaves)
+    alone = File(f"rank{rank:05d}.safetensors")
+    found = [alone]
+    for group, of_group in tensors.items():
+        file = File(f"{group}.safetensors")
+        found.append(file)
+        for inner, tensor in of_group.items():
+            name = f"{group}/{inner}"
+            if name in apart:
+                alone.tensors[name] = tensor
+            if name not in apart or group == "model":
+                file.add(inner, tensor)
+        if file.rows:
+            file.name = f"{group}.rank{rank:05d}.safetensors"
+    return [file for file in found if file.tensors]
+
+
+def names_that_differ(tensors, leaves):
+    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank"."""
+    facts = {}
+    for name, leaf in leaves.items():
+        group, _, inner = name.partition("/")
+        if isinstance(leaf, dict) and "rows" not in leaf and group != "rank":
+            data = local(tensors[group][inner]).contiguous().reshape(-1).view(torch.uint8)
+            facts[name] = hashlib.sha256(data.cpu().numpy()).hexdigest()
+        else:
+            facts[name] = leaf
+    of_ranks = parallel.gather_objects(facts)
+    differ = {name for name in leaves if name.startswith("rank/")}
+    for rank, theirs in enumerate(of_ranks):
+        for name in facts.keys() | theirs.keys():
+            here, there = facts.get(name), theirs.get(name)
+            if here != there and not isinstance(leaves.get(name), dict):
+                words = f"{name} is {here}, on rank {rank} {there}"
+                raise CheckpointError(f"{words}; only tensors may differ from rank to rank")
+            if here != there:
+                differ.add(name)
+    return differ
+
+
+@torch.no_grad()
+def write_files(aside, own):
+    """Writes each File of a list -> {file name: digest}."""
+    digests = {}
+    if not aside.is_dir():
+        raise OSError(f"{aside} is not there: all nodes must share the file system of out_dir")
+    for file in own:
+        path = aside / file.name
+        header = {"rows": json.dumps(file.rows)} if file.rows else None
+        tensors = {name: tensor[...].cpu().contiguous() for name, tensor in file.tensors.items()}
+        with files.by_umask(path):
+            save_file(tensors, path, header)
+        files.sync(path)
+        digests[file.name] = files.digest(path)
+    return digests
+
+
+def everywhere(action):
+    """action() on each rank; where one raises an error, all raise it, or a CheckpointError."""
     result = None
-    problem = None
+    error = None
+    wrong = None
     try:
         result = action()
-    except kind as error:
-        problem = str(error) if isinstance(error, (UserError, OSError)) else repr(error)
-    for rank, words in enumerate(parallel.gather_objects(problem)):
+    except Exception as found:  # of any type: the other ranks wait
+        error = found
+        wrong = str(error) if isinstance(error, (UserError, OSError)) else repr(error)
+    for rank, words in enumerate(parallel.gather_objects(wrong)):
+        if words and words == wrong and isinstance(error, UserError):
+            raise error
         if words:
             raise CheckpointError(f"rank {rank}: {words}" if rank else words)
     return result
 
 
-def position_of_ranks(loader):
-    """A loader's state_dict(). Raises CheckpointError unless all ranks have the same."""
-    position = loader.state_dict()
-    if found := agreement.difference({"loader": str(position)}):
-        raise CheckpointError(f"the loader's state must be the same on all ranks: {found}")
-    return position
+def save_merged(out_dir, step, tensors, state):
+    """Writes {group: {name: tensor or MergedTensor}} as a checkpoint of one file a group.
 
-
-def begin_folder(aside, state):
-    """Creates the temporary folder with state.json and copies of the run's code and tokenizer."""
-    out_dir = aside.parent
-    delete_hidden(out_dir)
-    aside.mkdir(parents=True)
-    values = state.pop("values", None)
-    if values is not None:  # in a line: of a large model there are thousands
-        files.write_atomic(aside / "values.json", json.dumps(values))
-    files.write_json(aside / "state.json", state)
-    copies = {}
-    if (out_dir / "source.json").is_file():
-        copies = {out_dir / name: name for name in source.KEPT}
-    tokenizer = tokenizer_file(out_dir, state.get("config", {}).get("tokenizer"))
-    if tokenizer:
-        copies |= {path: path.name for path in tokenizers.beside(tokenizer.parent)}
-        # only if it is one, since a manifest may name any file
-        if tokenizers.is_one(tokenizer, tokenizer.stat().st_mtime_ns):
-            copies[tokenizer] = f"tokenizer{tokenizer.suffix}"
-    for path, name in copies.items():
-        with contextlib.suppress(OSError):  # a file that cannot be read costs no checkpoint
-            files.write_atomic(aside / name, path.read_bytes())
+    Returns its folder.
+    """
+    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=2)
+    own = [File(f"{group}.safetensors", of_group) for group, of_group in tensors.items()]
+    saver.write(step, own, state)
+    return saver.final
 
 
 def tokenizer_file(out_dir, name):
@@ -305,90 +358,245 @@ def tokenizer_file(out_dir, name):
     return None
 
 
-def carried_tokenizer(folder):
-    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        path = Path(folder) / name
-        if path.is_file():
-            return str(path)
+# -- found and read
+
+
+def folders(out_dir):
+    """A run's checkpoints, oldest first; a user's own step_plans/ is none."""
+    found = []
+    for name in glob.glob(f"step_{DIGITS}", root_dir=out_dir):
+        path = Path(out_dir, name)
+        if (path / "manifest.json").is_file() or (path / "state.json").is_file():
+            found.append(path)
+    return sorted(found)
+
+
+def remove(folder):
+    """Hides a checkpoint, then deletes it: what a kill leaves of it never looks whole."""
+    hidden = folder.with_name(f".writing_{folder.name}")
+    os.rename(folder, hidden)
+    delete(hidden)
+
+
+def delete(path):
+    """Deletes a folder, as far as it can be; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
+
+
+def step_of(folder):
+    """The step in a checkpoint's name."""
+    return int(Path(folder).name[-8:])
+
+
+def is_copy(folder):
+    """Whether a checkpoint's name and its state.json are of two steps."""
+    named = folder.match(f"step_{DIGITS}")
+    with contextlib.suppress(CheckpointError):
+        state = files.read_json(folder / "state.json", CheckpointError, STATE_FORM)
+        return named and state["step"] != step_of(folder)
+    return False
+
+
+def read_best(out_dir):
+    """best.json of a run: {"step", "score"} of its best checkpoint, "evaluated": a step; or {}."""
+    try:
+        return json.loads((Path(out_dir) / "best.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def find(path):
+    """The checkpoint that `path` names: path itself, or a run's newest whole one.
+
+    All ranks call it.
+    """
+    path = Path(path)
+    is_one = os.path.isfile(path / "manifest.json") or path.match(f"step_{DIGITS}")
+    found = [path] if is_one else [*reversed(folders(path))]
+    # rank 0's, since another node may not see the folder, or have its own
+    found = parallel.gather_objects(found)[0]
+    wrong = "no folder step_*"
+    for number, folder in enumerate(found):
+        wrong = problem_of_ranks(folder)
+        if wrong is None:
+            if number:
+                warn(f"{folder} is taken, the newest that is whole")
+            return folder
+        warn(f"{folder} is damaged ({wrong}); left in place")
+    hint = "expected a run's folder, or one of its step_*/"
+    theirs = "Hugging Face weights are --pretrained=FOLDER, in train.py --init_from=hf:FOLDER"
+    raise CheckpointError(f"{path}: no whole checkpoint there, {wrong} ({hint}; {theirs})")
+
+
+def problem_of_ranks(folder):
+    """What is wrong with a checkpoint on any rank, in words; None if it is whole."""
+    rank, ranks = parallel.rank_and_size()
+    own = problem(folder, rank, ranks)
+    manifest = None if own else files.digest(folder / "manifest.json")
+    of_ranks = parallel.gather_objects((own, manifest))
+    for other, (wrong, theirs) in enumerate(of_ranks):
+        if wrong:
+            return f"rank {other}: {wrong}" if other else wrong
+        if theirs != of_ranks[0][1]:
+            return f"rank {other} has another one of that name; all nodes must share the folder"
     return None
 
 
-@dataclass
-class File:
-    """A safetensors file that this rank is to write."""
-
-    name: str
-    tensors: dict  # {name: tensor}
-    shards: dict  # {name: (first row, rows of the whole tensor)} of those that are shards
-
-
-@torch.no_grad()
-def write_files(aside, own):
-    """Writes each File of a list -> {file name: digest}."""
-    digests = {}
-    if not aside.is_dir():
-        raise OSError(
-            f"{aside} is not there: out_dir must be on a file system that all nodes share"
-        )
-    for file in own:
-        path = aside / file.name
-        header = {"shards": json.dumps(file.shards)} if file.shards else None
-        tensors = {name: t[...].cpu().contiguous() for name, t in file.tensors.items()}
-        with files.by_umask(path):
-            save_file(tensors, path, header)
-        files.sync(path)
-        digests[file.name] = files.digest(path)
-    return digests
-
-
-def saved_settings(folder, state):
-    """(settings in a checkpoint's state, their GPTConfig), with today's types and ranges.
-
-    What is read has been checked for them.
-    """
+def problem(folder, rank=0, ranks=1):
+    """What is wrong with a checkpoint, in words; None if it is whole. Ranks hash other files."""
     try:
-        config = typed(Config, state.get("config"), SHAPE | {*SCHEDULE, *OTHERS_READ})
-        shape = GPTConfig(**{name: config[name] for name in SHAPE & config.keys()})
-        refuse(shape.problems())
-    except UserError as error:
-        raise CheckpointError(f"{folder}/state.json is damaged: {error}") from None
-    return config, shape
+        with as_user_error(f"{folder}", CheckpointError):
+            verify(Path(folder), rank, ranks)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
-def rank_tensors(model, device):
-    """This rank's random-number states and, with fp8, the amax values that set its next scales."""
-    state = generators.states(device)
-    if amaxes := magnitudes(model):
-        state["magnitudes"] = torch.cat(amaxes).cpu()
-    return state
+def verify(folder, rank, ranks):
+    """Raises any error unless a checkpoint is whole."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    there = {path.name for path in folder.glob("*.safetensors")}
+    if missing := (there | {"state.json"}) - manifest.keys():
+        raise CheckpointError(f"manifest.json does not name {missing}")
+    own = sorted(manifest)[rank::ranks]
+    for name in own:
+        path = folder / name
+        if not files.plain_name(name) or path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"manifest.json names {name!r}, which is no file in the folder")
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(files.digest, [folder / name for name in own])
+        for name, digest in zip(own, digests):
+            if list(digest) != manifest[name]:
+                raise CheckpointError(
+                    f"{name} has another length or SHA-256 than manifest.json says"
+                )
+    tensors, state = read(folder)
+    if "model" not in tensors:
+        raise CheckpointError("it holds no weights")
+    if is_copy(folder):
+        raise CheckpointError(f"it is of step {state['step']}: copied, or renamed")
 
 
-def load_rank_tensors(tensors, model, rank, device):
-    """Restores this rank's state; returns False if none is there for it and this type of device."""
-    own = {kind: tensor[...] for kind, tensor in with_prefix(tensors, f"{rank}.").items()}
-    if device.type not in own:
-        return False
-    # torch raises errors of several types
-    with as_user_error(f"rng.safetensors: no state of rank {rank}", CheckpointError):
-        generators.restore(own, device)
-        amaxes = magnitudes(model)
-        sizes = [amax.numel() for amax in amaxes]
-        saved = own.get("magnitudes", torch.empty(0))
-        if len(saved) == sum(sizes):  # DDP has two for a weight, FSDP2 one
-            for amax, value in zip(amaxes, saved.split(sizes)):
-                amax.copy_(value)
-    return True
+def read(folder):
+    """({group: {name: MergedTensor}}, state.json) of a checkpoint, its ranks' files merged.
 
-
-def magnitudes(model):
-    """Buffers with the amax of fp8's previous calls, in the model's order.
-
-    They are saved, so that the scales go on. Of a buffer only the first two values are more than 0
-    between its calls.
+    A group is a file, or a file of each rank. Nothing of a tensor is read before it is asked for.
     """
-    buffers = model.named_buffers()
-    return [buffer.view(-1)[:2] for name, buffer in buffers if name.endswith("_amax")]
+    parts = {}  # {(group, name): [(first row, slice of safetensors)]}
+    rows = {}  # {(group, name): rows of the whole tensor}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        group = path.name.partition(".")[0]
+        with as_user_error(f"{path} is damaged or not safetensors", CheckpointError):
+            file = safe_open(path, "pt")
+            shards = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():
+                first, rows[group, name] = shards.get(name, (0, None))
+                parts.setdefault((group, name), []).append((first, file.get_slice(name)))
+    tensors = {}
+    for (group, name), found in parts.items():
+        merged = MergedTensor(f"{folder}: {name}", found, rows[group, name])
+        tensors.setdefault(group, {})[name] = merged
+    with as_user_error(f"{folder}/state.json is damaged", CheckpointError):
+        state = files.read_json(Path(folder) / "state.json", CheckpointError, STATE_FORM)
+        shape_of(state["config"])
+    return tensors, state
+
+
+def shape_of(config):
+    """The GPTConfig in a checkpoint's settings."""
+    # the device that reads it chooses the attention
+    names = {f.name for f in fields(GPTConfig)} & config.keys() - {"attention"}
+    shape = GPTConfig(**{name: config[name] for name in names})
+    refuse(shape.problems())
+    return shape
+
+
+def open_whole(path):
+    """(folder, tensors, state) of `find` and `read`, while a run may prune what is found."""
+    for _ in range(5):
+        folder = find(path)
+        with contextlib.suppress(CheckpointError):
+            return folder, *read(folder)
+    raise CheckpointError(f"{path}: its checkpoints are removed while they are read")
+
+
+class MergedTensor:
+    """A tensor whose rows lie in one or more files: [a:b] reads rows a to b, [...] all."""
+
+    def __init__(self, name, parts, rows=None):
+        """parts: [(first row, slice of safetensors)]; rows: of all together, None: any number."""
+        self.parts = sorted(parts, key=lambda part: part[0])
+        first, part = self.parts[0]
+        self.shape = torch.Size(part.get_shape())
+        self.dtype = part[:0].dtype if self.shape else part[...].dtype
+        if rows is None:
+            return
+        end = 0
+        for first, part in self.parts:
+            if first == end:
+                end += part.get_shape()[0]
+        if end != rows:
+            raise CheckpointError(f"{name}: {end} of {rows} rows are there: is a rank's file gone?")
+        self.shape = torch.Size([rows, *self.shape[1:]])
+
+    def __getitem__(self, rows):
+        if rows is ... and len(self.parts) == 1:
+            return self.parts[0][1][...]
+        if rows is ...:
+            rows = slice(0, self.shape[0])
+        pieces = []
+        for first, part in self.parts:
+            begin = max(rows.start - first, 0)
+            end = min(rows.stop - first, part.get_shape()[0])
+            if begin < end:
+                pieces.append(part[begin:end])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def check_model_tensors(model, tensors, may_lack=()):
+    """Raises CheckpointError unless {name: tensor or MergedTensor} fit the model.
+
+    They are of its parameters and its persistent buffers; the number of padding rows may be
+    another. may_lack: names of which there may be none.
+    """
+    own = dict(model.named_parameters()) | persistent_buffers(model)
+    wrong = []
+    for name in sorted(own.keys() - set(may_lack) | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "absent"
+        expected = tuple(own[name].shape) if name in own else "absent"
+        fits = found == expected
+        if name.endswith(TABLES) and found[1:] == expected[1:]:
+            fits = min(found[0], expected[0]) >= model.cfg.vocab_size
+        if not fits:
+            wrong.append(f"{name}: {found}, expected {expected}")
+    if wrong:
+        few = "; ".join(wrong[:4])
+        raise CheckpointError(f"weights do not fit the model: {few} ({len(wrong)} in all)")
+
+
+def load_weights(model, tensors, may_lack=()):
+    """Copies {name: tensor or MergedTensor} into a model, on each rank the rows that it holds.
+
+    Padding rows that they lack are zeros. may_lack: names of which there may be no tensor; those
+    keep their values. Returns the names that did.
+    """
+    kept = set(may_lack) - tensors.keys()
+    check_model_tensors(model, tensors, kept)
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
+        if name not in kept:
+            copy_into(tensor, tensors[name])
+    return sorted(kept)
+
+
+def carried_tokenizer(folder):
+    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (Path(folder) / name).is_file():
+            return str(Path(folder) / name)
+    return None
 
 
 @dataclass
@@ -403,16 +611,12 @@ class SavedModel:
 
 def open_model(path):
     """The SavedModel of a run's folder or a checkpoint."""
-    folder = find(path)
+    folder, tensors, state = open_whole(path)
     warn(source.warning(folder))
-    tensors, state = open_merged(folder)
-    config, shape = saved_settings(folder, state)
-    return SavedModel(
-        tensors["model"] | tensors.get("buffers", {}),
-        shape,
-        carried_tokenizer(folder) or config.get("tokenizer"),
-        config.get("document_mask", False),
-    )
+    config = state["config"]
+    tokenizer = carried_tokenizer(folder) or config.get("tokenizer")
+    masks = config.get("document_mask", False)
+    return SavedModel(tensors["model"], shape_of(config), tokenizer, masks)
 
 
 @torch.no_grad()
@@ -432,5 +636,5 @@ def model_of(saved, device, precision="fp32", world=None):
         settings = Config(parallel="fsdp", precision=precision, tie_embeddings=shape.tie_embeddings)
         fsdp.shard(model, settings, world)
     models.allocate(model, device)
-    load_resharded(model, saved.tensors)
+    load_weights(model, saved.tensors)
     return model.eval()

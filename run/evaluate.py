@@ -199,7 +199,7 @@ class Evaluations:
     """The evaluations of a run: named functions at intervals; one chooses the best checkpoint."""
 
     def __init__(self, state, autocast, log, watch, cfg):
-        """state: a train.State, of which `evaluated` and `score` are set here."""
+        """state: a train.State, of which `evaluated` is set here."""
         self.state = state
         self.autocast = autocast
         self.log = log
@@ -235,7 +235,10 @@ class Evaluations:
         return found
 
     def run(self):
-        """Runs those that are due, unless the run is to stop meanwhile."""
+        """Runs those that are due, unless the run is to stop meanwhile; returns their score.
+
+        The score is of the evaluation that chooses the best checkpoint; None without one.
+        """
         state = self.state
         score = None
         state.model.eval()
@@ -256,9 +259,10 @@ class Evaluations:
                 score = found[evaluation.best]
                 self.log.refuse(state.step, f"{name} {evaluation.best}", score)
         if not self.watch.stopping:
-            state.evaluated, state.score = state.step, score
+            state.evaluated = state.step
         state.model.train()
         self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
+        return score
 
     def _figures(self, name, evaluation):
         """What an evaluation returns, as log.jsonl can hold it, and the seconds that it took."""

@@ -435,7 +435,7 @@ def without_place(model, parts, may_have_more):
 
     parts: of `hf_parts`. may_have_more: names those with too little room alone.
     """
-    from run.reshard import persistent_buffers
+    from run.pack import persistent_buffers
 
     rows = {part.ours: part.last for part in parts.values()}  # the last part has the last rows
     found = []
@@ -538,7 +538,7 @@ def stack_qkv_and_gate_up(parts, theirs):
     """{our name: MergedTensor}, each of the slices {Hugging Face name: slice} that it stacks."""
     import torch
 
-    from run.reshard import MergedTensor
+    from run.checkpoint import MergedTensor
 
     dtypes = {}  # the widest of the slices: q and v may be float32 beside a narrower k
     for key, part in parts.items():

@@ -34,10 +34,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
 from conftest import flags, losses, read_log, stdlib_bytes, write_manifest, write_shard
+from saved import folders, problem
 
 import train
 from configurator import configure, run
-from run import checkpoint_folders, evaluate
+from run import evaluate
 from settings import Config as RunConfig
 from system import files
 
@@ -207,8 +208,8 @@ def kill(bench, place, rng, told):
         )
         check_resumed(done, said)
         said = max([said, *map(int, re.findall(r"^saved .*step_0*(\d+)$", done.stdout, re.M))])
-        for folder in checkpoint_folders.folders(out):
-            if wrong := checkpoint_folders.problem(folder):
+        for folder in folders(out):
+            if wrong := problem(folder):
                 raise Failure(f"{folder.name} after {how} {at}: {wrong}")
         if not any(done.codes):
             break
@@ -303,13 +304,9 @@ def change_folder(bench, place, rng, told):
     bench.expected(number)
     bench.stop(number, out)
     outside.write_text("mine")
-    path = rng.choice(sorted(out.rglob("*")) + checkpoint_folders.folders(out) * 3)
+    path = rng.choice(sorted(out.rglob("*")) + folders(out) * 3)
     what = harm(path, rng, outside)
-    whole = {
-        f.name: files.digest(f / "manifest.json")
-        for f in named(out)
-        if not checkpoint_folders.problem(f)
-    }
+    whole = {f.name: files.digest(f / "manifest.json") for f in named(out) if not problem(f)}
     keep = rng.choice((1, 9))
     done = bench.run(number, bench.words(out, keep_last=keep))
     if path.name == "log.jsonl" and not any(done.codes):  # lines of which are lost
@@ -330,7 +327,7 @@ def change_folder(bench, place, rng, told):
 
 
 def named(out):
-    return [folder for folder in checkpoint_folders.folders(out) if not folder.is_symlink()]
+    return [folder for folder in folders(out) if not folder.is_symlink()]
 
 
 def change_data(bench, place, rng, told):

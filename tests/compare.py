@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from conftest import load_checkpoint, losses, read_log, train_here
+from saved import moments_of
 
 from run.build import build_model
 from scale.parallel import World
@@ -121,7 +122,7 @@ def alike(found, expected, start, moments=1e-4, weights=5e-3):
     weights follow rounding alone, as of k's bias, which without RoPE moves no loss, and are not
     compared.
     """
-    a, b = (first_moments(tensors["optimizer"]) for tensors in (found, expected))
+    a, b = (moments_of(tensors) for tensors in (found, expected))
     assert a.keys() == b.keys()
     assert found["model"].keys() == expected["model"].keys() == start.keys()
     noise = NOISE * sum(norm(moment) ** 2 for moment in b.values()) ** 0.5
@@ -149,12 +150,6 @@ def ratio(a, b):
     return a / b if b else math.inf
 
 
-def first_moments(tensors):
-    """{parameter: first moment} in float32, AdamW's or Muon's, of a checkpoint's optimizer."""
-    parts = ((key.rpartition("."), moment) for key, moment in tensors.items())
-    return {name: moment for (name, _, kind), moment in parts if kind in ("exp_avg", "momentum")}
-
-
 def same_end(folder, whole, steps=(4, 5, 6)):
     """Asserts that a resumed run did these steps, with the losses of the uninterrupted one."""
     uninterrupted = losses(read_log(whole))
@@ -170,7 +165,7 @@ def resumed_bitwise(data_dir, folder, **settings):
     settings = dict(save_interval=5, keep_last=9, eval_interval=5, **settings)
     whole = train_here(data_dir, folder / "a", **settings)
     again = train_here(data_dir, copied(folder / "a", 5, folder / "b"), resume="auto", **settings)
-    for kind, steps in dict(train=range(6, 13), val=(10, 12)).items():
+    for kind, steps in dict(train=range(6, 13), val=(5, 10, 12)).items():
         assert losses(again, kind) == {step: losses(whole, kind)[step] for step in steps}
     a, b = (load_checkpoint(folder / run / "step_00000012")[0] for run in "ab")
     torch.testing.assert_close(a, b, rtol=0, atol=0)

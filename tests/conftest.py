@@ -33,12 +33,13 @@ import torch._dynamo.config  # noqa: E402, since PyTorch may import Triton for i
 import torch._functorch.config  # noqa: E402
 import torch._inductor.config  # noqa: E402
 import torch.compiler.config  # noqa: E402
+from saved import load as load_checkpoint  # noqa: E402, F401, tests take them from here
+from saved import load_model, save_model  # noqa: E402, F401
 
 import kernels  # noqa: E402
 import train  # noqa: E402
 from configurator import configure  # noqa: E402
 from fast import forms  # noqa: E402
-from run import checkpoint, reshard  # noqa: E402
 from settings import Config  # noqa: E402
 from system import files  # noqa: E402
 from system.errors import UserError  # noqa: E402
@@ -294,24 +295,3 @@ def read_log(out_dir):
 def losses(log, kind="train"):
     """{step: loss}; of a step logged twice, the later."""
     return {line["step"]: line["loss"] for line in log if line["kind"] == kind}
-
-
-def save_model(folder, model, cfg, step=0):
-    """A checkpoint of weights alone; returns its folder."""
-
-    return checkpoint.save(
-        folder, step, {"model": dict(model.named_parameters())}, {"config": vars(cfg)}
-    )
-
-
-def load_model(folder):
-    """The model of a checkpoint, on the CPU."""
-    return checkpoint.model_of(checkpoint.open_model(folder), torch.device("cpu"))
-
-
-def load_checkpoint(folder):
-    """(tensors, state) of a checkpoint folder, as for checkpoint.save."""
-    tensors, state = reshard.open_merged(folder)
-    return {
-        group: {name: t[...] for name, t in stored.items()} for group, stored in tensors.items()
-    }, state

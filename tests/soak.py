@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from conftest import ROOT, read_log, stdlib_bytes, write_shard
+from saved import problem
 
 import configurator
-from run import checkpoint_folders
 from system import errors
 from system.errors import UserError
 
@@ -141,7 +141,7 @@ def complete(cfg, folder, log):
         for kind in ("train", "val", "hellaswag", "sample")
     ]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
-    bad = [path for path in saved if checkpoint_folders.problem(path)]
+    bad = [path for path in saved if problem(path)]
     left = list(folder.glob(".writing*"))
     whole = len(saved) in (2, 3) and not bad and not left
     found = f"{len(saved)}, damaged {len(bad)}, unfinished {len(left)}"

@@ -1,13 +1,13 @@
 """adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW, weights in bf16."""
 
 import pytest
+import saved
 import torch
 from compare import DEVICE, GPU, error, resumed_bitwise, runs_kernels
 from conftest import losses, train_here
 from torch.nn import Parameter
 
 import model as models
-from run.checkpoint import CheckpointError
 from scale import adamw8bit, parallel
 from scale.adamw8bit import AdamW8bit, Factors
 from settings import Config
@@ -199,11 +199,11 @@ def test_runs_follow_adamws(data_dir, tmp_path):
 
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
-    saved = resumed_bitwise(data_dir, tmp_path, **LOW)
+    tensors = resumed_bitwise(data_dir, tmp_path, **LOW)
     for name, dtypes in (("model", {torch.bfloat16}), ("optimizer", {torch.uint8, torch.float32})):
-        assert {t.dtype for t in saved[name].values()} == dtypes
+        assert {t.dtype for t in tensors[name].values()} == dtypes
     with pytest.raises(
-        CheckpointError, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"
+        saved.Error, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"
     ):
         train_here(data_dir, tmp_path / "b", resume="auto", save_interval=5)
     train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32

@@ -1,7 +1,4 @@
-"""run/checkpoint.py, checkpoint_folders.py and reshard.py.
-
-Saved states come back, damaged folders are skipped, and no older checkpoint is lost.
-"""
+"""Saved states come back, damaged folders are skipped, and no older checkpoint is lost."""
 
 import errno
 import json
@@ -16,14 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ranks
+import saved
 import torch
 from conftest import load_checkpoint, load_model, save_model
-from safetensors.torch import save_file
 
 import train
 from model import build
-from run import checkpoint, checkpoint_folders, reshard
-from run.resume import Start
 from scale import parallel
 from settings import GPTConfig
 from system import files
@@ -39,13 +34,7 @@ def small(**changes):
 
 def save(folder, step, value=0.0, keep_last=3, **state):
     tensors = {"model": {"w": torch.full((50,), value)}}
-    return checkpoint.save(folder, step, tensors, {"config": {}, **state}, keep_last)
-
-
-def sign(folder):
-    """Makes the digests right, as somebody could who changes files on purpose."""
-    manifest = {f.name: files.digest(f) for f in folder.iterdir() if f.name != "manifest.json"}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return saved.save(folder, step, tensors, {"config": {}, **state}, keep_last)
 
 
 def test_model_round_trip(tmp_path):
@@ -61,14 +50,14 @@ def test_model_round_trip(tmp_path):
 def test_keeps_the_last_and_the_best(tmp_path):
     for step, val_loss in enumerate([5.0, 3.0, 4.0, None, 4.5], start=1):
         save(tmp_path, step, keep_last=2, val_loss=val_loss)
-    assert [int(p.name[5:]) for p in checkpoint_folders.folders(tmp_path)] == [2, 4, 5]
+    assert [int(p.name[5:]) for p in saved.folders(tmp_path)] == [2, 4, 5]
 
 
 def test_what_is_saved_behind_later_ones_stays(tmp_path):
     """In a run resumed from step 100, 200 and 300 belong to another attempt and do not count."""
     for step in (100, 200, 300, 110, 120, 130):
         save(tmp_path, step, keep_last=2)
-        assert checkpoint_folders.problem(tmp_path / f"step_{step:08d}") is None
+        assert saved.problem(tmp_path / f"step_{step:08d}") is None
     assert [f.name[-3:] for f in sorted(tmp_path.glob("step_*"))] == ["120", "130", "200", "300"]
 
 
@@ -85,17 +74,17 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
         target.write_bytes(data)
     else:
         target.unlink()
-    assert checkpoint_folders.find(tmp_path) == good
+    assert saved.find(tmp_path) == good
     said = capsys.readouterr().err
     assert "is damaged" in said and f"{good} is taken" in said and bad.is_dir()
     for folder in (bad, tmp_path / "none", tmp_path / ("x" * 300)):
-        with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
-            checkpoint_folders.find(folder)
+        with pytest.raises(saved.Error, match="no whole checkpoint"):
+            saved.find(folder)
     other = tmp_path / "of_hugging_face"
     other.mkdir()
     hint = "there, no folder step_.*weights are --pretrained=FOLDER, in train.py --init_from=hf:"
-    with pytest.raises(checkpoint.CheckpointError, match=hint):
-        checkpoint_folders.find(other)
+    with pytest.raises(saved.Error, match=hint):
+        saved.find(other)
 
 
 def state_of(model, step):
@@ -125,17 +114,11 @@ def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
     model = build(small(), CPU, seed=1)
     for _ in range(2):
         drawn()
-        saved = {f"0.{kind}": t for kind, t in checkpoint.rank_tensors(model, CPU).items()}
-        folder = checkpoint.save(
-            tmp_path, 1, {"model": dict(model.named_parameters()), "rng": saved}, {}
-        )
+        own = saved.of_rank(model)
         expected = drawn()
         assert drawn() != expected
-        stored = reshard.open_merged(folder)[0]["rng"]
-        assert checkpoint.load_rank_tensors(stored, model, 0, CPU) and drawn() == expected
-        # an older one's
-        assert checkpoint.load_rank_tensors({"0.cpu": saved["0.cpu"]}, model, 0, CPU)
-        assert drawn()[0] == expected[0]
+        saved.restore_rank(own, model)
+        assert drawn() == expected
 
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -146,44 +129,25 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     """What is saved is what was there when `save` returned."""
     model, go_on, said = build(small(), torch.device(device), seed=1), threading.Event(), []
     before, state = model.wte.weight.detach().cpu().clone(), state_of(model, 1)
-    really = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(10) and really(*args))
+    saved.while_writing(before=lambda path: go_on.wait(10), put=monkeypatch.setattr)
     world = parallel.World(0, 1, torch.device(device))
-    saver = checkpoint.Saver(
-        world, tmp_path, 2, async_save=True, saved=lambda *saved: said.append(saved)
-    )
+    saver = saved.saver(world, tmp_path, 2, async_save=True, saved=lambda *what: said.append(what))
     saver.save(state, config={})
     with torch.no_grad():
         model.wte.weight.zero_()
-    assert saver.written() == 0 and not said and not checkpoint_folders.folders(tmp_path)
+    assert saver.written() == 0 and not said and not saved.folders(tmp_path)
     go_on.set()
     state.step, state.tokens = 2, 128
     saver.save(state, config={})  # waits for the first
-    assert [tmp_path / "step_00000001"] == checkpoint_folders.folders(tmp_path) and len(said) == 1
+    assert [tmp_path / "step_00000001"] == saved.folders(tmp_path) and len(said) == 1
     saver.wait()
     saver.wait()
-    tensors, found = load_checkpoint(checkpoint_folders.find(tmp_path / "step_00000001"))
+    tensors, found = load_checkpoint(saved.find(tmp_path / "step_00000001"))
     assert torch.equal(tensors["model"]["wte.weight"], before)
-    assert (found["step"], found["tokens"], found["world_size"]) == (1, 64, 1)
+    assert (found["step"], found["tokens"], found["ranks"]) == (1, 64, 1)
     assert (
-        not load_checkpoint(checkpoint_folders.find(tmp_path))[0]["model"]["wte.weight"].any()
-        and len(said) == 2
+        not load_checkpoint(saved.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
     )
-
-
-def positions_of_two():
-    """For ranks.call: of the error where a loader's state is each rank's own; of none where not."""
-    world = parallel.start("cpu", 60)
-    same = checkpoint.position_of_ranks(SimpleNamespace(state_dict=lambda: {"rows": 3}))
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.position_of_ranks(SimpleNamespace(state_dict=lambda: {"rows": world.rank}))
-    parallel.stop()
-    return same, str(error.value)
-
-
-def test_a_loader_has_one_state_on_all_ranks():
-    words = "must be the same on all ranks: rank 1 has {'rows': 1}, rank 0 has {'rows': 0}"
-    assert ranks.call(2, positions_of_two) == [({"rows": 3}, f"the loader's state {words}")] * 2
 
 
 @pytest.mark.fault(24)
@@ -191,51 +155,28 @@ def test_a_loader_has_one_state_on_all_ranks():
 def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, background):
     """In the background the next call of the saver raises it."""
     good, world, model = save(tmp_path, 1), parallel.World(0, 1, CPU), build(small(), CPU, seed=1)
-    saver = checkpoint.Saver(world, tmp_path, 2, background)
+    saver = saved.saver(world, tmp_path, 2, background)
 
-    def full(*_):
+    def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     words = "No space left.*GB of .* free.*earlier checkpoints are intact"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(checkpoint.CheckpointError, match=words):
+        saved.while_writing(before=full, put=patch.setattr)
+        with pytest.raises(saved.Error, match=words):
             saver.save(state_of(model, 2), config={})
             saver.save(state_of(model, 3), config={})
-    assert checkpoint_folders.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
+    assert saved.find(tmp_path) == good and list(tmp_path.iterdir()) == [good]
     saver.save(state_of(model, 3), config={})
     saver.wait()
-    assert checkpoint_folders.find(tmp_path).name == "step_00000003"
-
-
-def test_rows_of_parts_of_which_none_may_be_missing(tmp_path):
-    whole = torch.arange(30.0).view(10, 3)
-    ends = [0, 4, 8, 10, 10]  # fewer rows than ranks: the last has none
-    paths = [tmp_path / f"model.rank{rank:05d}.safetensors" for rank in range(4)]
-    for path, first, last in zip(paths, ends, ends[1:]):
-        save_file(
-            {"w": whole[first:last].clone()}, path, {"shards": json.dumps({"w": [first, 10]})}
-        )
-    stored = reshard.open_merged(tmp_path)[0]["model"]["w"]
-    assert stored.shape == (10, 3) and stored.dtype == torch.float32
-    assert torch.equal(stored[...], whole)
-    for a in range(10):
-        for b in range(a + 1, 11):
-            assert torch.equal(stored[a:b], whole[a:b])
-    for path in paths[:3]:
-        aside = path.rename(tmp_path / "aside")
-        with pytest.raises(
-            checkpoint.CheckpointError, match="w: not each of 10 rows is there once"
-        ):
-            reshard.open_merged(tmp_path)
-        aside.rename(path)
+    assert saved.find(tmp_path).name == "step_00000003"
 
 
 def save_until_killed(folder, step, seconds):
     """For ranks.attempt: saves and prints steps without end; killed so long after the first."""
     while True:
         tensors = {"model": {f"w{i}": torch.full((20_000,), float(step)) for i in range(4)}}
-        checkpoint.save(folder, step, tensors, {"config": {}}, 2)
+        saved.save(folder, step, tensors, {"config": {}}, 2)
         os.write(1, f"{step}\n".encode())
         if seconds is not None:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -253,7 +194,7 @@ def test_kill_in_the_middle_of_saving(tmp_path, kills):
         done, _ = ranks.attempt(0, save_until_killed, tmp_path, newest + 1, 0.003 * (kill % 10))
         assert done.codes == [-signal.SIGKILL], done.stderr
         said = [int(x) for x in done.stdout.split()]
-        folder = checkpoint_folders.find(tmp_path)
+        folder = saved.find(tmp_path)
         tensors, state = load_checkpoint(folder)
         newest = state["step"]
         assert newest >= max(said) and all((t == newest).all() for t in tensors["model"].values())
@@ -270,8 +211,8 @@ def test_no_pickle_is_ever_read(tmp_path):
             return os.system, (f"touch {canary}",)
 
     (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
-    sign(folder)
-    with pytest.raises(checkpoint.CheckpointError, match="not safetensors"):
+    saved.sign(folder)
+    with pytest.raises(saved.Error, match="not safetensors"):
         load_checkpoint(folder)
     assert not canary.exists()
 
@@ -279,12 +220,10 @@ def test_no_pickle_is_ever_read(tmp_path):
 @pytest.mark.fault(19)
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"attn.proj.bias: \(16,\), expected \(32,\)"
-    ):
-        reshard.load_resharded(build(small(n_embd=32), CPU), dict(model.named_parameters()))
-    with pytest.raises(checkpoint.CheckpointError, match="blocks.2.*absent"):
-        reshard.load_resharded(build(small(n_layer=3), CPU), dict(model.named_parameters()))
+    with pytest.raises(saved.Error, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
+        saved.fill(build(small(n_embd=32), CPU), dict(model.named_parameters()))
+    with pytest.raises(saved.Error, match="blocks.2.*absent"):
+        saved.fill(build(small(n_layer=3), CPU), dict(model.named_parameters()))
 
 
 def kept(folder):
@@ -292,7 +231,7 @@ def kept(folder):
 
 
 @pytest.mark.fault(53, 66, 82)
-def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
+def test_only_our_folders_and_files_are_removed(tmp_path):
     """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
     for name in (
         "step_notes.md",
@@ -309,18 +248,9 @@ def test_only_our_folders_and_files_are_removed(tmp_path, monkeypatch):
         (tmp_path / name).write_text("ours")
     for step in (1, 4):
         last = save(tmp_path, step, keep_last=1)
-    assert checkpoint_folders.folders(tmp_path) == [last]
-    found, really = [], shutil.rmtree
-    look = lambda *path, **options: (
-        found.append(checkpoint_folders.problem(last)) or really(*path, **options)
-    )
-    monkeypatch.setattr(shutil, "rmtree", look)
-    save(tmp_path, 4, keep_last=1)
-    assert found == [None], "a step saved again was deleted before the new one stood in its place"
-    with pytest.raises(checkpoint.CheckpointError, match="step_00000003: .*Directory not empty"):
-        save(tmp_path, 3)
+    assert saved.folders(tmp_path) == [last]
     (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
-    Start(tmp_path, overwrite=True).prepare_out_dir()
+    saved.start(tmp_path, overwrite=True).prepare_out_dir()
     assert kept(tmp_path) == users | {"source.json", "model.py", "kernels.py"}
     folder = save(tmp_path, 5)
     assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
@@ -333,101 +263,68 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
         (tmp_path / name).write_text("mine")
         for resume in ("none", "auto"):
             with pytest.raises(UserError, match=f"holds {name}, which no run wrote; move it"):
-                Start(tmp_path, resume)
+                saved.start(tmp_path, resume)
         (tmp_path / name).unlink()
     long = tmp_path / ("x" * 300)
     with (
         pytest.raises(UserError, match="out_dir=.*File name too long; try another"),
         files.Lock(long),
     ):
-        Start(long)
+        saved.start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
-    early = Start(tmp_path / "step_early")
+    early = saved.start(tmp_path / "step_early")
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
-        Start(tmp_path)
+        saved.start(tmp_path)
     # torchrun's: what is there, this run has saved
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
-        Start(tmp_path, overwrite=True)
-    Start(tmp_path, "auto").prepare_out_dir()  # killed before its first checkpoint: begins again
+        saved.start(tmp_path, overwrite=True)
+    saved.start(
+        tmp_path, "auto"
+    ).prepare_out_dir()  # killed before its first checkpoint: begins again
     assert (tmp_path / "log.jsonl").exists()
     (tmp_path / "log.jsonl").write_text('{"kind": "saved", "step": 1}\n')
     save(tmp_path, 1).rename(tmp_path / "step_00000006.bak")
     with pytest.raises(UserError, match="has a log that names checkpoints, and holds none"):
-        Start(tmp_path, "auto")
+        saved.start(tmp_path, "auto")
     first, last = save(tmp_path, 1), save(tmp_path, 2)
-    assert Start(tmp_path, "auto").folder == Start(tmp_path, str(tmp_path)).folder == last
+    assert (
+        saved.start(tmp_path, "auto").folder == saved.start(tmp_path, str(tmp_path)).folder == last
+    )
     with pytest.raises(UserError, match="holds step_00000002, beyond .*step_00000001"):
-        Start(tmp_path, str(first))
+        saved.start(tmp_path, str(first))
     with pytest.raises(UserError, match="holds another run than"):
-        Start(tmp_path, str(save(tmp_path / "other", 3)))
+        saved.start(tmp_path, str(save(tmp_path / "other", 3)))
     first = save(tmp_path / "step_early", 1)  # by another run, while the early one was built
     with pytest.raises(UserError, match="holds an earlier run; try --resume=auto"):
         early.prepare_out_dir()
-    assert checkpoint_folders.find(tmp_path / "step_early") == first
-
-
-def killed_between(monkeypatch, number):
-    """Ends a save at its `number`th rename, as a kill does."""
-    count, rename = [], os.rename
-
-    def stop(*paths):
-        count.append(paths)
-        if len(count) == number:
-            raise KeyboardInterrupt
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", stop)
-
-
-@pytest.mark.fault(86)
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_kill_between_the_renames_of_a_step_saved_again_hides_nothing(
-    tmp_path, monkeypatch, damaged, capsys
-):
-    save(tmp_path, 4, 1.0, keep_last=1)
-    (tmp_path / "log.jsonl").write_text('{"kind": "train"}\n{"kind": "saved", "step": 4}\n')
-    (tmp_path / "source.json").write_text("{}")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        killed_between(patch, 2)
-        save(tmp_path, 4, 2.0, keep_last=1)
-    assert not checkpoint_folders.folders(tmp_path)
-    if damaged:  # the new one: the old one is taken
-        os.truncate(tmp_path / ".writing_step_00000004/model.safetensors", 10)
-    start = Start(tmp_path, "auto")
-    assert start.folder == tmp_path / "step_00000004" and "it is back" in capsys.readouterr().err
-    assert (start.weights["w"][...] == (1.0 if damaged else 2.0)).all()
-    save(tmp_path, 8, keep_last=1)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step_00000008"]
+    assert saved.find(tmp_path / "step_early") == first
 
 
 @pytest.mark.fault(90)
 def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path, capsys):
     own = save(tmp_path, 4, 1.0)
     copies = [shutil.copytree(own, tmp_path / f"step_{step:08d}") for step in (3, 99)]
-    assert checkpoint_folders.find(tmp_path) == own
+    assert saved.find(tmp_path) == own
     assert (
         "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
     )
-    with pytest.raises(
-        checkpoint.CheckpointError, match="the newest: it is of step 4: copied, or renamed"
-    ):
-        checkpoint_folders.find(copies[1])
+    with pytest.raises(saved.Error, match="it is of step 4: copied, or renamed"):
+        saved.find(copies[1])
     for step in (5, 6):
         save(tmp_path, step, 2.0, keep_last=1)
-    assert checkpoint_folders.folders(tmp_path) == [
+    assert saved.folders(tmp_path) == [
         copies[0],
         tmp_path / "step_00000006",
         copies[1],
     ]
     last = save(tmp_path, 99, 3.0, keep_last=1)
-    assert f"{copies[1]} was of another step, by its state.json, and is now {copies[1]}_copy1" in (
-        capsys.readouterr().err
-    )
-    assert checkpoint_folders.find(tmp_path) == last
-    assert (load_checkpoint(f"{copies[1]}_copy1")[0]["model"]["w"] == 1).all()
+    assert "of another attempt, is now" in capsys.readouterr().err
+    assert saved.find(tmp_path) == last
+    [kept_copy] = tmp_path.glob("step_00000099_*")
+    assert (load_checkpoint(kept_copy)[0]["model"]["w"] == 1).all()
     moved = shutil.copytree(own if own.exists() else last, tmp_path / "kept")
-    assert checkpoint_folders.find(moved) == moved  # another name says no step
+    assert saved.find(moved) == moved  # another name says no step
 
 
 @pytest.mark.fault(94)
@@ -436,17 +333,20 @@ def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(
     tmp_path, name, capsys, monkeypatch
 ):
     world = parallel.World(0, 1, CPU)
-    saver = checkpoint.Saver(world, tmp_path, 1)
+    state = state_of(build(small(), CPU, seed=1), 0)
+    saver = saved.saver(world, tmp_path, 1)
     for step in (1, 2):
-        saver.write(step, {"model": {"w": torch.zeros(3)}}, {"config": {}})
+        state.step = step
+        saver.save(state, config={})
         older = tmp_path / f"step_{step:08d}"
         if name:
             (older / name).write_text('{"half')
         else:  # its folder's owner is another one
             monkeypatch.setattr(os, "rename", refusing(os.rename, older))
-    saver.write(3, {"model": {"w": torch.zeros(3)}}, {"config": {}})
-    assert checkpoint_folders.find(tmp_path) == tmp_path / "step_00000003"
-    if name in (None, "state.json"):
+    state.step = 3
+    saver.save(state, config={})
+    assert saved.find(tmp_path) == tmp_path / "step_00000003"
+    if name is None:
         assert "warning: " in capsys.readouterr().err
 
 

@@ -12,13 +12,14 @@ import torch
 import transformers
 from conftest import ROOT, load_model, save_model
 from safetensors.torch import load_file, save_file
+from saved import model_of, save
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import convert
 import model
 from corpus import tokenizer
 from model import build
-from run import checkpoint, hf
+from run import hf
 from run.flops import total_and_matmul_parameters
 from settings import GPTConfig
 from system.errors import UserError
@@ -82,8 +83,8 @@ models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 def load(name):
     """(GPT in float32, its ImportedConfig)"""
-    saved = hf.open_hf(name)
-    return checkpoint.model_of(saved, CPU), saved.shape
+    opened = hf.open_hf(name)
+    return model_of(opened), opened.shape
 
 
 def ids_for(model, B=2):
@@ -545,7 +546,7 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
     for step, own in enumerate(models):
         tensors = {"model": dict(own.named_parameters())}
         state = {"config": vars(cfg), "val_loss": 1.0}
-        checkpoint.save(run, step, tensors, state, keep_last=3)
+        save(run, step, tensors, state, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
     found, pairs = load_model(tmp_path / "mean"), (m.parameters() for m in models[1:])
     for own, a, b in zip(found.parameters(), *pairs, strict=True):

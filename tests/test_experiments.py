@@ -22,6 +22,7 @@ import shutil
 import numpy as np
 import pytest
 import ranks
+import saved
 import torch
 from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
 
@@ -198,9 +199,7 @@ class Runs:
         )
 
     def moments(self, mode):
-        tensors, _ = load_checkpoint(self.folder / mode / "step_00000006")
-        end = ".exp_avg"
-        found = {n.removesuffix(end): t for n, t in tensors["optimizer"].items() if n.endswith(end)}
+        found = saved.first_moments(self.folder / mode / "step_00000006")
         return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 

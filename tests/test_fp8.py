@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import saved
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ import kernels
 import model as models
 import train
 from fast import cublas, forms, fp8
-from run import checkpoint
 from scale import parallel
 
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
@@ -352,15 +352,14 @@ def test_scales_go_on_where_they_were():
             for p in one.parameters():
                 p.mul_(1.5)  # other largest numbers than in the call before, and other scales
     other.load_state_dict(one.state_dict())
-    saved = {f"3.{kind}": t for kind, t in checkpoint.rank_tensors(one, DEVICE).items()}
+    own = saved.of_rank(one)
     anew = step(other)
-    assert checkpoint.load_rank_tensors(saved, other, 3, DEVICE)
+    saved.restore_rank(own, other)
     resumed, uninterrupted = step(other), step(one)
     assert all(map(same, resumed, uninterrupted)) and not all(map(same, anew, uninterrupted))
-    assert not checkpoint.load_rank_tensors(saved, other, 2, DEVICE)
     # as FSDP2 does: one amax for the several of a weight
     fp8.gather_in_8_bits(other.blocks.modules(), 2)
-    assert checkpoint.load_rank_tensors(saved, other, 3, DEVICE)
+    saved.restore_rank(own, other)
 
 
 @pytest.mark.parametrize("factor", [math.inf, slow(math.nan), slow(1e38)])

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import saved
 import torch
 from conftest import flags, read_log, train_here
 
-from run import checkpoint_folders, logger
+from run import logger
 from run.logger import SETTLED, Logger, progress
 from scale.parallel import World
 from settings import Config
@@ -286,5 +287,5 @@ def test_a_folder_that_is_removed_under_a_run_is_made_again_and_it_is_told(
         in capsys.readouterr().out
     )
     assert found[-1]["kind"] == "done" and (tmp_path / "run/source.json").exists()
-    steps = [folder.name[-1] for folder in checkpoint_folders.folders(tmp_path / "run")]
+    steps = [folder.name[-1] for folder in saved.folders(tmp_path / "run")]
     assert steps == (["4", "5"] if save_interval else [])

@@ -9,6 +9,7 @@ import types
 import conftest
 import pytest
 import ranks
+import saved
 import torch
 import torch.distributed as dist
 from compare import CPU, LLAMA, copied, same_end, same_run
@@ -32,7 +33,7 @@ import train
 from configurator import configure
 from corpus import tokenizer
 from model import build
-from run import checkpoint, checkpoint_folders, hf, reshard, sampling
+from run import hf, sampling
 from run.evaluate import SAMPLES
 from scale import fsdp, memory, parallel
 from settings import Config, check
@@ -328,52 +329,45 @@ def sharded(data_dir, tmp_path_factory):
 
 def same_checkpoint(one, other, step):
     """Asserts that two runs saved the same numbers after a step, in whatever files."""
-    (a, x), (b, y) = (
-        load_checkpoint(checkpoint_folders.find(run / f"step_{step:08d}")) for run in (one, other)
-    )
+    (a, x), (b, y) = (load_checkpoint(saved.find(run / f"step_{step:08d}")) for run in (one, other))
     assert x["loader"] == y["loader"]
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def train_from_own_rows(words):
     """For ranks.call: as train_in_rank; fails where a rank reads more than its part of a tensor."""
-    read, size = reshard.MergedTensor.__getitem__, int(os.environ["WORLD_SIZE"])
+    size = int(os.environ["WORLD_SIZE"])
 
-    def checked(stored, rows):
-        if len(stored.shape) and "float" in str(stored.dtype):
+    def check(shape, dtype, rows):
+        if len(shape) and dtype.is_floating_point:
             # of 257 rows the first of two needs 192, padded to 384
-            most = -(-stored.shape[0] // size) * 1.5
-            assert rows is not ... and rows.stop - rows.start <= most, (stored.shape, rows)
-        return read(stored, rows)
+            most = -(-shape[0] // size) * 1.5
+            assert rows and rows.stop - rows.start <= most, (shape, rows)
 
-    reshard.MergedTensor.__getitem__ = checked  # until this process ends
+    saved.check_reads(check)
     return train_in_rank(words)
 
 
 def train_with_a_broken_write(words, how):
     """For ranks.call: rank 1 cannot write files of step 8 (full), or is killed after one."""
-    save_file = checkpoint.save_file
+    here = lambda path: os.environ["RANK"] == "1" and "step_00000008" in str(path)
 
-    def broken(tensors, path, header):
-        here = os.environ["RANK"] == "1" and "step_00000008" in str(path)
-        if here and how == "full":
+    def full(path):
+        if here(path) and how == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path, header)
-        if here:
+
+    def kill(path):
+        if here(path):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_file = broken
+    saved.while_writing(full, kill)
     return train_in_rank(words)
 
 
 def test_sharded_and_in_the_background_as_one_process(data_dir, tmp_path, alone, sharded):
     same_run(alone(**SHARDED, async_save=True), sharded)
-    files = {
-        f"{kind}.rank0000{rank}.safetensors" for kind in ("model", "optimizer") for rank in (0, 1)
-    }
-    assert {p.name for p in (sharded / "step_00000008").glob("*.safetensors")} == files | {
-        "rng.safetensors"
-    }
+    parts = saved.parts(sharded / "step_00000008")
+    assert parts["model"] == parts["optimizer"] == 2
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=True, **SHARDED)
     result = ranks.run(2, words)
     assert result.returncode == 0, result.stderr
@@ -399,7 +393,7 @@ def test_resharded_from_two_ranks_to_one_to_four(data_dir, tmp_path, sharded):
 def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
     merged, part = tmp_path / "merged", sharded / "step_00000004"
     convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
-    assert not list((merged / "step_00000004").glob("*.rank*"))
+    assert saved.parts(merged / "step_00000004")["model"] == 1
     same_checkpoint(sharded, merged, 4)
     one, other = (conftest.load_model(folder).state_dict() for folder in (part, merged))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -431,7 +425,7 @@ def test_kill_of_one_rank_while_it_writes(data_dir, tmp_path, sharded):
     said = done.stderr + str(values[0])
     assert done.codes[1] == -signal.SIGKILL
     assert re.search("lost (rank 1: its|another rank)", said), (done, values)
-    assert checkpoint_folders.find(tmp_path / "run").name == "step_00000004"
+    assert saved.find(tmp_path / "run").name == "step_00000004"
     again = train_here(data_dir, tmp_path / "run", resume="auto", **SHARDED)
     assert losses(again)[12] == pytest.approx(losses(read_log(sharded))[12], rel=4e-6)
     assert not list((tmp_path / "run").glob(".writing_*"))

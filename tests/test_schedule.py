@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 import os
 import types
@@ -10,6 +9,7 @@ from unittest import mock
 
 import pytest
 import ranks
+import saved
 import torch
 from compare import alike, copied, initial_weights, same_run, slow
 from conftest import flags, load_checkpoint, losses, read_log, train_here, train_in_rank
@@ -19,11 +19,9 @@ import optim
 import train
 from configurator import configure
 from experiments import plain
-from run import checkpoint, reshard
 from run.logger import Logger
 from scale import parallel
 from settings import Config
-from system import files
 from system.errors import UserError
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
@@ -243,7 +241,7 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
     assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
-    assert reshard.read_state_json(tmp_path / "b/step_00000010")["seconds"] == 10
+    assert saved.load_state(tmp_path / "b/step_00000010")["seconds"] == 10
 
 
 def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
@@ -259,7 +257,7 @@ def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
     assert sorted(lines) == [*range(1, 11)]
     # all are read before a save
-    assert reshard.read_state_json(tmp_path / "run/step_00000008")["seconds"] == 8
+    assert saved.load_state(tmp_path / "run/step_00000008")["seconds"] == 8
 
 
 def timed_in_rank(words):
@@ -288,18 +286,6 @@ def test_a_growing_batch_in_a_run_of_seconds(data_dir, tmp_path, monkeypatch):
     lines = train_lines_of(data_dir, tmp_path / "run", **settings)
     tokens = [line["tokens"] for line in lines.values()]
     assert tokens == [128 * min(n, 5) + 512 * max(0, n - 5) for n in range(1, 11)]
-
-
-def test_an_earlier_checkpoint_has_no_time(data_dir, tmp_path, monkeypatch, capsys):
-    settings = dict(max_steps=4, save_interval=4)
-    train_here(data_dir, tmp_path / "run", **settings)
-    rewrite(tmp_path / "run/step_00000004", lambda state: state.pop("seconds"))
-    clock(monkeypatch.setattr)
-    lines = train_lines_of(
-        data_dir, tmp_path / "run", resume="auto", **settings | dict(max_seconds=3)
-    )
-    assert max(lines) == 4 + 3
-    assert "saved no time of its steps: max_seconds begins anew" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("own", [dict(max_tokens=4096), dict(max_seconds=9), {}])
@@ -341,22 +327,3 @@ def test_a_rate_depends_on_the_share_that_is_done(schedule):
     assert rates[1] == pytest.approx(0.1)
     late = types.SimpleNamespace(step=100, tokens=0, seconds=300.0)
     assert optim.share_done(late, by_time) == 1
-
-
-def test_what_a_saved_schedule_says_is_checked(data_dir, tmp_path):
-    train_here(data_dir, tmp_path / "run", max_steps=4, save_interval=4)
-    rewrite(
-        tmp_path / "run/step_00000004", lambda state: state["config"].update(batch_schedule="a:b")
-    )
-    with pytest.raises(checkpoint.CheckpointError, match="step_00000004: its settings: ValueError"):
-        train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")
-
-
-def rewrite(folder, change):
-    """Changes the state of a checkpoint, which stays whole."""
-    state = reshard.read_state_json(folder)
-    change(state)
-    (folder / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["state.json"] = list(files.digest(folder / "state.json"))
-    (folder / "manifest.json").write_text(json.dumps(manifest))

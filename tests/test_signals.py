@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import saved
 import torch
 from compare import repeated, slow
 from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
@@ -22,7 +23,7 @@ import train
 from configurator import configure, parse, run
 from corpus.loader import TokenLoader
 from model import GPT
-from run import checkpoint, checkpoint_folders, evaluate, signals
+from run import evaluate, signals
 from settings import Config
 from system.errors import UserError
 
@@ -206,13 +207,14 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
         number, train_told_in_evaluation, words, part, number - 1 if number else 0
     )
     assert set(done.codes) == {143}, done.stderr
-    cut, state = read_log(tmp_path / "cut"), tmp_path / "cut/step_00000004/state.json"
+    cut = read_log(tmp_path / "cut")
     assert sorted(losses(cut, "val")) == ([0] if part == "val" else [0, 4])
     assert [line["step"] for line in cut if line["kind"] == "hellaswag"] == [0]
-    assert json.loads(state.read_text())["val_loss"] is None
+    assert saved.best(tmp_path / "cut").get("evaluated") != 4
     ranks.run(number, [*words, "--resume=auto"])
     cut = read_log(tmp_path / "cut")
-    assert json.loads(state.read_text())["val_loss"] == losses(cut, "val")[4]  # it may be the best
+    best = min((4, 6), key=losses(cut, "val").get)
+    assert saved.best(tmp_path / "cut")["step"] == best
     words[2] = f"--out_dir={tmp_path / 'whole'}"
     ranks.run(number, words)
     whole = read_log(tmp_path / "whole")
@@ -261,23 +263,23 @@ def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, 
     )
     assert set(done.codes) == {130} and not error_lines(done), done.stderr
     assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
-    assert not checkpoint_folders.folders(tmp_path / "cut")
+    assert not saved.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):
     """For ranks.attempt: train.py as a script gets SIGTERM once or twice as it writes step 8."""
-    write = checkpoint.write_files
+    told = []
 
-    def slowly(aside, contents):
-        if aside.name.endswith("step_00000008"):
+    def slowly(path):
+        if "step_00000008" in str(path) and not told:
+            told.append(path)
             tell()
             time.sleep(signals.TWICE + 0.5)
             if times == 2:
                 tell()
                 time.sleep(1e9)
-        return write(aside, contents)
 
-    checkpoint.write_files = slowly
+    saved.while_writing(before=slowly)
     run(train.main, configure(Config, words))
 
 
@@ -290,7 +292,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
     done, _ = ranks.attempt(0, train_told_in_save, words, times, timeout=50)
     assert done.codes == [143], done.stderr
     found = sorted(tmp_path.glob("step_*"))
-    assert [folder for folder in found if checkpoint_folders.problem(folder)] == []
+    assert [folder for folder in found if saved.problem(folder)] == []
     if times == 2:  # what was being written is not there
         assert [folder.name for folder in found] == ["step_00000004"]
     else:  # it is finished, and where the run stopped is saved too

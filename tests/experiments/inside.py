@@ -29,6 +29,7 @@ def use(folder):
         file = getattr(module, "__file__", None)
         if file and Path(file).parent in inside:
             del sys.modules[name]
+    sys.modules.pop("saved", None)  # it knows the modules of before
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
     os.chdir(folder)
     importlib.invalidate_caches()
@@ -144,9 +145,9 @@ def plain_loop(patch, words, data):
 
 
 def trained(out):
-    from run import checkpoint
+    import saved
 
-    return checkpoint.model_of(checkpoint.open_model(out), torch.device("cpu"))
+    return saved.load_model(out)
 
 
 def samples(out):

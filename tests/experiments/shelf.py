@@ -2,8 +2,6 @@
 
 import importlib
 
-import torch
-
 from experiments import patch as modes
 from experiments.inside import ROOT
 from experiments.losses import HAS_MORE, each, mean
@@ -73,9 +71,9 @@ def balanced(model, x, y):
 
 
 def distilled(cfg):
-    from run import checkpoint
+    import saved
 
-    teacher = checkpoint.model_of(checkpoint.open_model(cfg.teacher), torch.device("cpu"))
+    teacher = saved.load_model(cfg.teacher)
 
     def loss(model, x, y):
         usual = mean(each(model, x, y), y)
