@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from run import source
+from run.build import separator
 from run.pack import pack, persistent_buffers, unpack
 from scale import generators, memory, parallel
 from scale.shards import copy_into
@@ -69,6 +70,8 @@ def prove(make, cfg, world, loader, eot):
     digest = hashlib.sha256(json.dumps(facts).encode()).digest()
     if parallel.gather_objects(note.exists() and note.read_bytes() == digest)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
+    if eot is None and cfg.document_mask:
+        eot = separator(cfg)
     proof = Proof(make, cfg, world, cropped(loader, cfg, eot), eot)
     with undisturbed(cfg, world):
         try:
@@ -223,9 +226,9 @@ class Proof:
             for p in model.parameters():  # their first values may be zero
                 p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
         plain.weights = whole(dict(model.named_parameters()) | persistent_buffers(model))
-        plain.calls = []  # of blocks
-        for block in set(model.blocks):
-            block.register_forward_hook(lambda *_: plain.calls.append(1))
+        plain.calls = []  # numbers of blocks
+        for number, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda *_, number=number: plain.calls.append(number))
         plain.totals = plain.accumulate(self.batches_again().__next__)
         for p in model.parameters():
             if p.requires_grad:
@@ -256,8 +259,8 @@ class Proof:
         """Of loss and gradients."""
         plain = self.plain
         if cfg.parallel != "ddp" or cfg.context_parallel > 1:
-            if len({*parallel.gather_objects(len(plain.calls))}) > 1:
-                return "the ranks call blocks a different number of times"
+            if plain.calls != parallel.gather_objects(plain.calls)[0]:
+                return "the ranks do not call the same blocks, as if each drew which"
         built = self.built = self.build(cfg, plain.weights)
         totals = built.accumulate(self.batches_again().__next__)
         loss = loss_of(built, totals)
