@@ -5,42 +5,42 @@ Each edit is made in the process of a rank, which then proves a narrow copy of i
 
 import contextlib
 import io
+import re
 import time
 
 import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from conftest import flags, write_manifest, write_shard
+from conftest import flags
 
-SEPARATOR = 256
+from configurator import configure
+from settings import Config
+from system.errors import UserError
 
 
 def proved(edit, words):
-    """(the row of the summary or what the line says, warnings) of a rank."""
+    """(what prove says, "refused: ..." of a UserError, and what it prints) in a rank."""
     import train
-    from configurator import UserError, configure
     from run.build import make_loader
     from run.prove import prove
     from scale import parallel
-    from settings import Config
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        EDITS[edit]() if edit else None
+        if edit:
+            EDITS[edit]()
         cfg = configure(Config, list(words))
         world = parallel.join(cfg)
         loader = make_loader(cfg, world)
         before = loader.state_dict()
         try:
-            rows = prove(train.Training, cfg, world, loader, loader.eot)
+            ((_, found),) = prove(train.Training, cfg, world, loader, None)
             assert loader.state_dict() == before
-            found = rows[0][1]
         except UserError as error:
-            rows = []
             found = f"refused: {error}"
-        time.sleep(0.5 * world.main)  # it holds the store, from which the others learn the same
-    return found, said.getvalue(), rows
+        time.sleep(0.5 * world.main)  # it holds the store, from which others learn the same
+    return found, said.getvalue()
 
 
 EDITS = {}
@@ -196,12 +196,20 @@ def random_depth():
 
 
 @edit
-def count():
-    def change(block, x):
-        block.calls = getattr(block, "calls", 0) + 1
-        return x * (1 + 0.1 * block.calls)
+def skipped_blocks():
+    """Which block is left out, each rank draws."""
+    import random
 
-    block_forward(change)
+    import model as models
+
+    def hidden(self, idx, positions=None):
+        x = embedded = self.embed(idx, positions)
+        for mix, block in self.layers:
+            if random.random() < 0.5:
+                x = block(mix(x, embedded), idx, positions)
+        return self.norm(x)
+
+    models.GPT.hidden = hidden
 
 
 @edit
@@ -227,6 +235,7 @@ def count_in_a_dict():
 @edit
 def losses_in_a_list():
     """Which the forward adds up and empties only as it begins."""
+
     def change(block, x):
         block.sizes = [*getattr(block, "sizes", []), x.square().mean()]
         return 2 * x.tanh()
@@ -479,3 +488,129 @@ def sums_in_hooks():
         return found
 
     optimizer(made)
+
+
+@edit
+def a_width():
+    """A layer for the run's own 64 channels."""
+    import model as models
+
+    def make(init):
+        def changed(self, cfg, rope, layer):
+            init(self, cfg, rope, layer)
+            self.side = models.Linear(64, 64)
+
+        return changed
+
+    around(models.Block, "__init__", make)
+    block_forward(lambda block, x: x + block.side(x))
+
+
+@edit
+def fails():
+    def change(model, idx, targets, loss, count):
+        raise ValueError("no")
+
+    gpt_forward(change)
+
+
+@edit
+def fails_on_a_rank():
+    def change(block, x):
+        if torch.distributed.get_rank() == 1 and not x.is_meta:
+            raise ValueError("no")
+        return x
+
+    block_forward(change)
+
+
+BLOCK, SELECTIVE = dict(remat="block"), dict(remat="selective")
+FSDP, ZERO2 = dict(parallel="fsdp"), dict(parallel="zero2")
+CONTEXT = dict(context_parallel=2)
+MASKED = dict(document_mask=True)
+PASSES = r"\d+\.\d s"
+NOT_PROVED = "not proved"
+# edit, ranks, settings, how what prove says begins, a word of a warning
+CASES = [
+    (None, 0, BLOCK | MASKED, PASSES, None),
+    (None, 0, dict(remat="attention", optimizer="muon", remat_every=2), PASSES, None),
+    (None, 2, {}, PASSES, None),
+    (None, 2, dict(optimizer="muon") | FSDP | SELECTIVE, PASSES, None),
+    (None, 2, dict(optimizer="adamw8bit") | ZERO2, PASSES, None),
+    (None, 2, ZERO2 | CONTEXT | MASKED | BLOCK, PASSES, None),
+    ("token_shift", 0, {}, PASSES, None),
+    ("token_shift", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("token_shift", 0, MASKED, "refused: document_mask", None),
+    ("convolution", 2, CONTEXT | FSDP, "refused: context_parallel=2", None),
+    ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("alibi", 0, MASKED, PASSES, None),
+    ("alibi_told", 2, CONTEXT, PASSES, None),
+    ("bypass", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("bypass", 0, MASKED, "refused: document_mask", None),
+    ("positions_ignored", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("targets_ahead", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("targets_ahead", 2, {}, PASSES, None),
+    ("no_mean", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("no_mean", 2, {}, PASSES, "micro-steps"),
+    ("not_causal", 0, {}, PASSES, "later"),
+    ("numpy_channels", 0, BLOCK, PASSES, None),
+    ("own_generator", 0, BLOCK, "refused: remat=block", None),
+    ("own_generator", 0, {}, "refused: resume", None),
+    ("own_generator", 0, dict(save_interval=0), PASSES, None),
+    ("unseeded_generator", 0, BLOCK, NOT_PROVED, None),
+    ("random_depth", 0, BLOCK, PASSES, None),
+    ("random_depth", 2, {}, PASSES, None),
+    ("random_depth", 2, FSDP, PASSES, None),
+    ("skipped_blocks", 2, FSDP, "refused: parallel=fsdp", None),
+    ("count_in_a_dict", 0, {}, "refused: resume", None),
+    ("memory_of_a_batch", 0, {}, "refused: resume", None),
+    ("losses_in_a_list", 0, {}, PASSES, None),
+    ("losses_in_a_list", 0, BLOCK, "refused: remat=block", None),
+    ("shared_list", 0, BLOCK, "refused: remat=block", None),
+    ("parameter_of_another_block", 2, {}, PASSES, None),
+    ("parameter_of_another_block", 2, FSDP, "refused: parallel=fsdp", None),
+    ("unused_parameter", 2, {}, PASSES, None),
+    ("unused_parameter", 2, FSDP, PASSES, None),
+    ("experts", 2, CONTEXT, PASSES, None),
+    ("experts_by_token", 2, {}, PASSES, None),
+    ("experts_by_token", 2, FSDP, PASSES, None),
+    ("momentum", 2, FSDP, PASSES, None),
+    ("noise_in_the_optimizer", 2, {}, "refused: .*drift", None),
+    ("count_of_the_optimizer", 0, {}, "refused: resume", None),
+    ("rows_for_matrices", 2, FSDP, "refused: parallel=fsdp", None),
+    ("sums_in_hooks", 0, BLOCK, "refused: remat=block", None),
+    ("a_width", 0, BLOCK, PASSES, None),
+    ("fails", 0, BLOCK, NOT_PROVED, None),
+    ("fails_on_a_rank", 2, {}, "refused: .*on a rank", None),
+]
+
+
+def name_of(value):
+    if isinstance(value, dict):
+        return ",".join(f"{name}={x}" for name, x in value.items()) or "plain"
+    return str(value)
+
+
+@pytest.mark.parametrize("edit, number, settings, says, warning", CASES, ids=name_of)
+def test_an_edit_is_proved_or_refused(edit, number, settings, says, warning, data_dir, tmp_path):
+    rows = number or 1
+    if "context_parallel" in settings:
+        rows = 1
+    options = dict(prove=True, batch_size=2, batch_tokens=4 * 32 * rows, save_interval=3)
+    words = flags(data_dir, tmp_path / "run", **options | settings)
+    found = ranks.call(number, proved, edit, words)
+    assert {re.match(says, said) is not None for said, _ in found} == {True}, found
+    warned = [line for _, text in found for line in text.splitlines() if "warning: " in line]
+    assert bool(warned) == bool(warning) and (warning or "") in "".join(warned), found
+
+
+def test_a_run_that_goes_on_does_not_prove_again(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", prove=True, max_steps=2, save_interval=2)
+    for more, says in ([], PASSES), (["--resume=auto"], "done"), (["--remat=block"], PASSES):
+        done = ranks.run(0, [*words, *more, *(["--overwrite"] * ("--remat=block" in more))])
+        assert re.search(rf"^prove +{says}", done.stdout, re.M), (more, done.stdout, done.stderr)
+
+
+def test_a_dry_run_prints_what_was_compared(data_dir, tmp_path):
+    done = ranks.run(0, flags(data_dir, tmp_path / "run", prove=True, dry_run=True))
+    assert all(word in done.stdout for word in ("gradients differ by", "updates differ", "resume"))
