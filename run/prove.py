@@ -272,6 +272,10 @@ class Proof:
             return f"the loss of this model.py differs ({loss:.6g} instead of {plain.loss:.6g})"
         if not error <= GRADIENT:
             return f"the gradient of {name} differs by {error:.1e} of its norm"
+        pairs = zip(built.state.model.named_buffers(), plain.model.buffers())
+        for (name, buffer), expected in pairs if cfg.context_parallel == 1 else ():
+            if not torch.allclose(buffer.float(), expected.float(), GRADIENT, equal_nan=True):
+                return f"the buffer {name} differs"
         return None
 
     def compare_update(self):
@@ -373,13 +377,14 @@ class Proof:
             value = function(*arguments)
         except Exception as found:  # of any type: an edit's
             error = found
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            words = f"{kind}{error}".partition("\n")[0]
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
         if isinstance(value, str):
             words = value
         told = self.exchanged([time.time(), error is not None, words])
         failed = sorted(one for one in told if one[1])
         if len(failed) == len(told) and len({words for _, _, words in failed}) == 1:
+            if isinstance(error, UserError) and function != self.plain_step:
+                raise error
             raise Fails(words) from error
         if failed:  # the first in time, for which others may have waited
             raise UserError(f"{self.modes()}: this model.py fails on a rank: {failed[0][2]}")
