@@ -160,7 +160,11 @@ class Proof:
             if words := self.difference(cfg):
                 self.explain(cfg, words)
         if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
-            if words := self.on_all_ranks(self.compare_resumed):
+            try:
+                words = self.on_all_ranks(self.compare_resumed)
+            except Fails as why:
+                words = str(why)
+            if words:
                 raise UserError(f"resume: {words} (docs/experiment.md)")
         with contextlib.suppress(Fails):  # a model may have no logits
             if words := self.on_all_ranks(self.compare_tokens):
@@ -253,6 +257,8 @@ class Proof:
             words = self.on_all_ranks(self.compare_step, cfg)
             return words or self.on_all_ranks(self.compare_update)
         except Fails as why:
+            if isinstance(why.__cause__, UserError):
+                raise why.__cause__ from None
             return f"this model.py fails: {why}"
 
     def compare_step(self, cfg):
@@ -354,12 +360,12 @@ class Proof:
 
     def moves(self, changed, seen):
         """Whether other ids at some places change the logits at others."""
-        x, _ = self.batches[0]
+        x, y = self.batches[0]
         other = x.clone()
         other[:, changed] = (x[:, changed] + 1) % self.cfg.vocab_size
         logits = []
         for ids in (x, x, other):
-            generators.seed(self.draws)
+            self.loss([ids, y], self.draws)  # for document masks, which look at a forward's ids
             logits.append(self.plain.model.logits(ids)[:, seen])
         was, again, now = logits
         return was.equal(again) and not (now - was).std() <= GRADIENT * was.std()
@@ -383,8 +389,6 @@ class Proof:
         told = self.exchanged([time.time(), error is not None, words])
         failed = sorted(one for one in told if one[1])
         if len(failed) == len(told) and len({words for _, _, words in failed}) == 1:
-            if isinstance(error, UserError) and function != self.plain_step:
-                raise error
             raise Fails(words) from error
         if failed:  # the first in time, for which others may have waited
             raise UserError(f"{self.modes()}: this model.py fails on a rank: {failed[0][2]}")

@@ -208,9 +208,7 @@ PATCHES = [
         (modes.DDP,),
         sample=(),
         settings=dict(document_mask=True),
-        refused=dict.fromkeys(
-            ("eager", modes.DDP), "mixes tokens outside of attn.core, so that they cross documents"
-        ),
+        refused=dict.fromkeys(("eager", modes.DDP), "document_mask=True"),
     ),
     Patch(
         "token shift by Previous",
