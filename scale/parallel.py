@@ -229,7 +229,6 @@ def sync_gradients(model, on):
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
-        model.calls = 0
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
         for unit in model.unsharded_units:
@@ -238,12 +237,6 @@ def sync_gradients(model, on):
         divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
         refuse_changes(model, may_freeze=not divided)
     yield
-    if isinstance(model, DistributedDataParallel) and on and not model.calls:
-        what = (
-            "a micro-step calls only state.model, whose gradients DDP does not average "
-            "over the ranks"
-        )
-        raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
 
 
 def trained(model):

@@ -490,6 +490,35 @@ def sums_in_hooks():
     optimizer(made)
 
 
+def micro_step(change):
+    """Adds change(training, x) to the loss of a micro-step."""
+    import train
+
+    def changed(self, x, y, positions=None):
+        loss, count, extras = self.model(x, y, positions)
+        part = (loss + change(self, x)) * (count / self.rank_step_tokens)
+        part.backward()
+        return self.figures.sums(part, count, extras)
+
+    train.Training.micro_step = changed
+
+
+@edit
+def second_call():
+    micro_step(lambda training, x: training.model.logits(x).square().mean())
+
+
+@edit
+def second_call_and_an_unused_parameter():
+    EDITS["unused_parameter"]()
+    EDITS["second_call"]()
+
+
+@edit
+def call_around_ddp():
+    micro_step(lambda training, x: training.state.model.logits(x).square().mean())
+
+
 @edit
 def a_width():
     """A layer for the run's own 64 channels."""
@@ -579,6 +608,10 @@ CASES = [
     ("count_of_the_optimizer", 0, {}, "refused: resume", None),
     ("rows_for_matrices", 2, FSDP, "refused: parallel=fsdp", None),
     ("sums_in_hooks", 0, BLOCK, "refused: remat=block", None),
+    ("second_call", 2, {}, PASSES, None),
+    ("second_call", 2, FSDP, PASSES, None),
+    ("second_call_and_an_unused_parameter", 2, {}, "refused: .*", None),
+    ("call_around_ddp", 2, {}, PASSES, None),
     ("a_width", 0, BLOCK, PASSES, None),
     ("fails", 0, BLOCK, NOT_PROVED, None),
     ("fails_on_a_rank", 2, {}, "refused: .*on a rank", None),
