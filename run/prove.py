@@ -9,11 +9,12 @@ the rounding of fused kernels and what train.py's loop does itself, docs/experim
 """
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,18 +73,17 @@ def prove(make, cfg, world, loader, eot):
         return [("prove", "done before, of this code with these settings and ranks")]
     if eot is None and cfg.document_mask:
         eot = separator(cfg)
-    proof = Proof(make, cfg, world, cropped(loader, cfg, eot), eot)
-    with undisturbed(cfg, world):
-        try:
-            proof.run()
-        except NotProved as why:
-            return [("prove", f"not proved: {why}")]
+    try:
+        with undisturbed(cfg, world):
+            found = Proof(make, cfg, world, cropped(loader, cfg, eot), eot).run()
+    except NotProved as why:
+        return [("prove", f"not proved: {why}")]
     if world.main and not cfg.dry_run:
         note.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomic(note, digest)
     rows = [("prove", f"{time.perf_counter() - began:.1f} s")]
     if cfg.dry_run:
-        rows += [("", words) for words in proof.found]
+        rows += [("", words) for words in found]
     return rows
 
 
@@ -117,11 +117,16 @@ def undisturbed(cfg, world):
     unit = memory.UNIT_MIB
     memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
     limit_collectives(min(PATIENCE_S, cfg.timeout_s))
-    with generators.preserved(world.device):
-        yield
-    limit_collectives(cfg.timeout_s)
-    memory.UNIT_MIB = unit
-    torch.set_float32_matmul_precision(precision)
+    try:
+        with generators.preserved(world.device):
+            yield
+    finally:
+        limit_collectives(cfg.timeout_s)
+        memory.UNIT_MIB = unit
+        torch.set_float32_matmul_precision(precision)
+        gc.collect()  # models refer to themselves
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def limit_collectives(seconds):
@@ -129,36 +134,40 @@ def limit_collectives(seconds):
         distributed_c10d._set_pg_timeout(parallel.time_limit(seconds), dist.group.WORLD)
 
 
+@dataclass
 class Proof:
     """The trials of a run; found: what they measured, in words."""
 
-    def __init__(self, make, cfg, world, batches, eot):
-        self.make = make
-        self.cfg = cfg
-        self.world = world
-        self.batches = batches
-        self.eot = eot
-        self.draws = cfg.seed + world.rank  # the run's ranks draw other numbers, too
-        self.narrow = True
-        self.trials = 0
+    make: type
+    cfg: object
+    world: parallel.World
+    batches: list
+    eot: int | None
+    narrow = True
+    trials = 0
+
+    def __post_init__(self):
+        self.draws = self.cfg.seed + self.world.rank  # the run's ranks draw other numbers, too
         self.found = []
 
     def run(self):
-        """Raises UserError if the run differs from plain code, with each of two draws of weights.
+        """What was measured; raises UserError if the run differs from plain code.
 
-        One draw is not enough to refuse: rounding may turn a choice between experts.
+        It must differ with each of two draws of weights: rounding may turn a choice of experts.
         """
         cfg = self.cfg
         try:
-            self.on_all_ranks(self.plain_step, cfg)
-        except Fails as why:
-            self.narrow = False  # an edit may need a width, or a depth
+            words = self.difference(cfg)
+        except NotProved:
             if memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
-                raise NotProved(f"a narrow copy of the model fails: {why}") from None
-        if self.difference(cfg):
+                raise
+            self.narrow = False  # an edit may need a width, or a depth
+            words = self.difference(cfg)
+        if words:
             cfg = replace(cfg, seed=cfg.seed + 1)
-            if words := self.difference(cfg):
-                self.explain(cfg, words)
+            words = self.difference(cfg)
+        if words:
+            self.explain(cfg, words)
         if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
             try:
                 words = self.on_all_ranks(self.compare_resumed)
@@ -169,6 +178,7 @@ class Proof:
         with contextlib.suppress(Fails):  # a model may have no logits
             if words := self.on_all_ranks(self.compare_tokens):
                 raise UserError(f"document_mask=True: {words} (docs/experiment.md)")
+        return self.found
 
     def explain(self, cfg, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
@@ -252,7 +262,7 @@ class Proof:
         try:
             self.plain = self.on_all_ranks(self.plain_step, cfg)
         except Fails as why:
-            raise NotProved(f"it fails without any mode: {why}") from None
+            raise NotProved(f"the model fails without any mode: {why}") from None
         try:
             words = self.on_all_ranks(self.compare_step, cfg)
             return words or self.on_all_ranks(self.compare_update)
