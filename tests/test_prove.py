@@ -205,7 +205,7 @@ def skipped_blocks():
     def hidden(self, idx, positions=None):
         x = embedded = self.embed(idx, positions)
         for mix, block in self.layers:
-            if random.random() < 0.5:
+            if random.random() < 0.7:
                 x = block(mix(x, embedded), idx, positions)
         return self.norm(x)
 
@@ -610,7 +610,7 @@ CASES = [
     ("sums_in_hooks", 0, BLOCK, "refused: remat=block", None),
     ("second_call", 2, {}, PASSES, None),
     ("second_call", 2, FSDP, PASSES, None),
-    ("second_call_and_an_unused_parameter", 2, {}, "refused: .*", None),
+    ("second_call_and_an_unused_parameter", 2, {}, PASSES, None),
     ("call_around_ddp", 2, {}, PASSES, None),
     ("a_width", 0, BLOCK, PASSES, None),
     ("fails", 0, BLOCK, NOT_PROVED, None),
