@@ -3,15 +3,14 @@
     python bench.py step config/gpt2_124m.py     # GPUs (torchrun), or the CPU
     python bench.py memory config/llama3_8b.py --world=8 --gpu_gib=80   # no GPU
     python bench.py memory --init_from=hf:NAME_OR_FOLDER       # others' weights
-    python bench.py snapshot a.pickle b.pickle  # what step --snapshot wrote
 
 `step` builds what train.py builds and feeds it random tokens with the
 frequencies of text. It prints the median step, the GPU time by kind of kernel,
 and the floor: every GEMM and attention kernel timed alone. --trace=FILE writes
 a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU too.
 --snapshot=FILE writes what the GPU's memory held from the start on, for
-pytorch.org/memory_viz or `bench.py snapshot`. `python bench.py COMMAND --help`
-lists a command's settings; measure/COMMAND.py is its code.
+pytorch.org/memory_viz. `python bench.py COMMAND --help` lists a command's
+settings; measure/COMMAND.py is its code.
 """
 
 import importlib
@@ -43,15 +42,7 @@ class MemoryConfig(Config):
     gpu_gib: float = 80.0  # memory of a GPU that may be used
 
 
-@dataclass
-class SnapshotConfig:
-    words = ()  # files that `step --snapshot` wrote
-    names: str | None = None  # of the files, with commas between; None: the files' own
-    dark: bool = False  # light lines on a dark ground
-    out: str = "memory.png"  # .png, .svg or .pdf
-
-
-COMMANDS = {"step": StepConfig, "memory": MemoryConfig, "snapshot": SnapshotConfig}
+COMMANDS = {"step": StepConfig, "memory": MemoryConfig}
 
 
 def with_shape(given):

@@ -344,8 +344,8 @@ def describe(cls, doc="", width=80):
 
 
 def columns():
-    """The width of the terminal, at most 110; 80 in a pipe."""
-    return min(shutil.get_terminal_size().columns, 110)
+    """The width of the terminal, of 40 to 110; 80 in a pipe."""
+    return min(max(40, shutil.get_terminal_size().columns), 110)
 
 
 def _option(name, default, hint, comment, width, column=28):

@@ -7,9 +7,7 @@
 
 acc takes the ending with the lowest summed loss, acc_norm that with the lowest
 mean loss per token, as other GPT-2 reproductions do (GPT-2 124M: 0.2859,
-0.2955); lm-eval's divides by characters instead. Chance is 0.25. acc_easy is
-acc with the wrong endings replaced by right ones of other examples, of the same
-length, meant for small models, which are at chance in acc.
+0.2955); lm-eval's divides by characters instead. Chance is 0.25.
 """
 
 import http.client
@@ -152,36 +150,12 @@ def download(folder=CACHE, url=URL):
     return path
 
 
-def easy(examples):
-    """The examples with right endings of others, of the nearest lengths, for the wrong ones.
-
-    Lengths are in characters.
-    """
-    right = [example["endings"][example["label"]] for example in examples]
-    # shuffled, since neighbours in the file are related
-    shuffled = np.random.default_rng(0).permutation(len(right)).tolist()
-    order = sorted(shuffled, key=lambda i: len(right[i]))
-    found = list(examples)
-    for place, i in enumerate(order):
-        endings = [right[order[(place + k) % len(order)]] for k in (1, 2, 3)]
-        endings.insert(examples[i]["label"], right[i])
-        found[i] = examples[i] | {"endings": endings}
-    return found
-
-
-def documents(dataset):
-    """The easy form of a datasets.Dataset of examples, for measure/hellaswag_easy.yaml."""
-    return dataset.from_list(
-        easy([example | {"label": int(example["label"])} for example in dataset])
-    )
-
-
 class Prepared(NamedTuple):
-    """Examples, then their easy form, as four rows of ids each."""
+    """Examples as four rows of ids each."""
 
     rows: list
     starts: np.ndarray  # where the ending of each row begins
-    labels: np.ndarray = None  # the right one of each example's four rows
+    labels: np.ndarray = None  # (examples,): the right one of each one's four rows
     truncated: int = 0  # rows that lost the left of their context
     # spanned: rows with a token across the join of context and ending, which then begins the ending
     spanned: int = 0
@@ -189,8 +163,6 @@ class Prepared(NamedTuple):
 
 def prepare(examples, tokenizer, block_size):
     """The examples as Prepared. A row longer than block_size + 1 loses the left of its context."""
-    count = len(examples)
-    examples = [*examples, *easy(examples)]
     contexts = tokenizer.encode_batch([e["ctx"] for e in examples])
     wholes = tokenizer.encode_batch(
         [f"{e['ctx']} {ending}" for e in examples for ending in e["endings"]]
@@ -198,7 +170,7 @@ def prepare(examples, tokenizer, block_size):
     rows, starts = [], []
     truncated = spanned = 0
     for i, row in enumerate(wholes):
-        context, where = contexts[i // 4], f"example {i // 4 % count}"
+        context, where = contexts[i // 4], f"example {i // 4}"
         start = len(os.path.commonprefix([context.tolist(), row.tolist()]))
         spanned += start < len(context)
         if start == len(row):
@@ -275,13 +247,14 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
 
 def scored(prepared, sums):
     """(the score as a dict, {name: which examples are right}); sums: see `losses`."""
-    labels = prepared.labels.reshape(2, -1)  # of the examples, of their easy form
-    right_by_sum = sums.reshape(2, -1, 4).argmin(2) == labels
-    right_by_mean = (sums / ending_tokens(prepared)).reshape(2, -1, 4).argmin(2) == labels
-    right = {"acc_norm": right_by_mean[0], "acc": right_by_sum[0], "acc_easy": right_by_sum[1]}
+    means = sums / ending_tokens(prepared)
+    right = {
+        "acc_norm": means.reshape(-1, 4).argmin(1) == prepared.labels,
+        "acc": sums.reshape(-1, 4).argmin(1) == prepared.labels,
+    }
     score = {name: float(hits.mean()) for name, hits in right.items()}
-    counts = dict(n=labels.shape[1], truncated=prepared.truncated, spanned=prepared.spanned)
-    return score | counts, right
+    score |= dict(n=len(prepared.labels), truncated=prepared.truncated, spanned=prepared.spanned)
+    return score, right
 
 
 def ending_tokens(prepared):
@@ -308,7 +281,7 @@ def in_words(score):
     """A line for the console; after ±, the standard errors of the proportions."""
     n = score["n"]
     parts = []
-    for name in ("acc_norm", "acc", "acc_easy"):
+    for name in ("acc_norm", "acc"):
         p = score[name]
         parts.append(f"{name} {p:.4f} ±{(p * (1 - p) / n) ** 0.5:.4f}")
     counts = f"{n:,} examples, rows cut: {score['truncated']}"

@@ -94,7 +94,7 @@ def build(name, groups, model, cfg):
     if name == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
 
-        return AdamW8bit(groups, **options, seed=cfg.seed)
+        return AdamW8bit(groups, **options, seed=cfg.seed, compiled=cfg.compile)
     if name == "muon":
         parts = {p: matrices_of(full_name, p, cfg) for full_name, p in model.named_parameters()}
         return Muon(groups, parts, cfg.lr, cfg.momentum_warmup, cfg.compile)

@@ -5,17 +5,16 @@
     python plot.py out/a out/b --no_panels --dark --out=slide.png # losses alone
     python plot.py out/a assets/build_nanogpt.jsonl     # beside another program
     python plot.py out/gate_* --against out/base_*      # means over seeds
-    python plot.py out/a --norms   # norms.png: which matrix a spike comes from
 
 Shows the loss and, of several runs, its end once more, larger. Below are small
 panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
 tokens per second, figures of your own that the model's forward returns
-(extras), and evaluations of your own.
+(extras), and evaluations of your own. A step that is NaN is a gap.
 
-With --against it prints a table too: runs that differ in seeds alone are a
-group, with its mean loss ± the standard deviation; of each two groups the
-difference, with a 95% interval. --norms shows what a run with --norms_interval
-has logged.
+With --against it prints a table too: the runs of a side differ in seeds alone,
+and each side has its mean loss ± the standard deviation; then the difference
+with a 95% interval, and, where the sides read different numbers of tokens, that
+after equal ones. The second panel is then the difference, step by step.
 """
 
 import math
@@ -26,53 +25,57 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 import configurator
-from measure import norms, seeds
-from measure.logs import OURS, load, smooth
-from measure.pictures import colors, theme, write
-from system.errors import UserError, warn
+from measure.logs import compare, load, smooth
+from system.errors import UserError
 from system.files import number
 
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1))]  # of the first six runs, the next six, and so on
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps"}
 UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
-LOOKS = {"train": "training thin", "val": "validation with marks"}
 # part of a run whose losses may lie above the panel: their fall would press the rest flat
 BEGINNING = 0.1
 END = 0.6  # part of the axis from which on the second panel shows the end of several runs
 JOINED = 4  # marks from which on a line joins them
-MOST = 6  # panels of extras, and of evaluations of your own
+# kinds of lines that are not evaluations of your own
+OURS = "start train val hellaswag sample saved done stopped skipped spike".split()
+# Blue, orange, green, pink, ochre and sky, which follow Okabe and Ito's: the colour-blind can tell
+# them apart.
+LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b8528c", "#b07d00", "#3a9bd6"]
+DARK = ["#4aa8ff", "#ff8a4c", "#2ecc9b", "#f08ac0", "#f2c14e", "#9be0ff"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Panel:
-    """What a panel shows: a figure of the lines of some kinds."""
+    """What a panel shows: a figure of the lines of some kinds.
+
+    fitted: without a beginning that is far above the rest.
+    """
 
     title: str
-    kinds: tuple[str, ...]
     key: str
+    kinds: tuple[str, ...] = ("train",)
+    fitted: bool = True
 
 
-HELLASWAG = Panel("HellaSwag acc_norm; dotted: chance", ("hellaswag",), "acc_norm")
-RATE = Panel("learning rate", ("train",), "lr")
-SHARE = Panel("learning rate / its peak", ("train",), "lr")
-NORM = Panel("gradient norm", ("train",), "norm")
-SPEED = Panel("tokens/s", ("train",), "tok_per_s")
+HELLASWAG = Panel("HellaSwag acc_norm; chance is 0.25", "acc_norm", ("hellaswag",), fitted=False)
+RATE = Panel("learning rate / its peak", "lr", fitted=False)
+NORM = Panel("gradient norm", "norm")
+SPEED = Panel("tokens/s", "tok_per_s", fitted=False)
 
 
 @dataclass
 class Config:
     words = ()  # folders of runs, or files of logs
     against: tuple[str, ...] = ()  # folders of other runs, from which those before are to differ
-    norms: bool = False  # a run's RMS of each matrix' weight, gradient and update, over its median
     x: Literal["steps", "tokens", "seconds"] = "steps"  # seconds: of training steps alone
     y: Literal["loss", "bpb"] = "loss"  # bpb: bits per byte, which compare between tokenizers
-    names: str | None = None  # of the runs, with commas; None: the settings that differ, or folders
+    names: str | None = None  # of the runs, with commas between; None: those of their folders
     panels: bool = True  # --no_panels: the losses alone, for a slide
     dark: bool = False  # light lines on a dark ground
-    out: str | None = None  # .png, .svg or .pdf; None: curves.png or norms.png in the first folder
+    out: str | None = None  # .png, .svg or .pdf; None: curves.png in the first folder
 
 
 def main(cfg):
@@ -82,241 +85,199 @@ def main(cfg):
     groups = [[run] for run in runs]
     if cfg.against:
         count = len(cfg.words)
-        groups = seeds.compare(runs[:count], runs[count:])
+        groups = [runs[:count], runs[count:]]
+        compare(*groups, cfg.y)
     first = Path(cfg.words[0])
-    if first.is_dir():
-        out = first / ("norms.png" if cfg.norms else "curves.png")
-    else:
-        out = first.with_suffix(".png")
-    with theme(cfg.dark):
-        paint(groups)
-        figure = norms.draw(runs) if cfg.norms else draw(runs, cfg.x, cfg.y, cfg.panels)
-        write(figure, cfg.out or out)
+    out = cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png"))
+    with matplotlib.rc_context(style(cfg.dark)):
+        paint(groups, DARK if cfg.dark else LIGHT)
+        figure = draw(runs, cfg.x, cfg.y, cfg.panels)
+        try:
+            figure.savefig(out, dpi=160)
+        except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
+            raise UserError(f"{out}: cannot write the picture ({error})") from None
+    print(f"drawn: {out}")
 
 
-def paint(groups):
+def style(dark=False):
+    """matplotlib's settings of the light theme, or the dark one."""
+    paper, ink, grid = "#ffffff", "#1f2328", "#e5e7eb"
+    if dark:
+        paper, ink, grid = "#0d1117", "#e6edf3", "#262c36"
+    found = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.xmargin": 0.015,
+        "axes.titlesize": "medium",
+        "axes.formatter.useoffset": False,
+        "text.parse_math": False,
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "grid.color": grid,
+    }
+    inks = ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"]
+    return found | dict.fromkeys(inks, ink)
+
+
+def paint(groups, colors):
     """Gives the runs of a group one colour, and each its own dashes."""
-    palette = colors()
     for i, group in enumerate(groups):
         for j, run in enumerate(group):
-            run.color = palette[i % len(palette)]
-            run.dash = DASHES[(i // len(palette) + j) % len(DASHES)]
+            run.color = colors[i % len(colors)]
+            run.dash = DASHES[(i // len(colors) + j) % len(DASHES)]
 
 
 def draw(runs, x, y, panels=True):
     """A figure of the losses and, with `panels`, of all else that the logs hold."""
+    for run in runs:
+        if np.isnan(run.place(1, x)):
+            raise UserError(f"{run.folder}: its log does not hold what x={x} needs; try --x=steps")
     small = choose_panels(runs) if panels else []
     rows = math.ceil(len(small) / 4)
-    heights = [3.7, 1.9 * rows] if small else [4.4]  # inches
-    with matplotlib.rc_context({"font.size": 9 if panels else 11}):
-        figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-        draw_losses(parts[0], runs, x, y, panels)
-        for i, panel in enumerate(small, 1):
-            axes = parts[1].add_subplot(rows, math.ceil(len(small) / rows), i)
-            axes.set_xlim(figure.axes[0].get_xlim())
-            draw_panel(axes, runs, x, panel)
-        for axes in figure.axes:
-            axes.xaxis.set_major_formatter(EngFormatter(sep="") if x == "tokens" else "{x:,g}")
+    heights = [4.0, 1.9 * rows + 0.01]  # inches
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    upper, lower = figure.subfigures(2, height_ratios=heights)
+    draw_losses(upper, runs, x, y, enlarged=panels and len(runs) > 1)
+    for i, panel in enumerate(small, 1):
+        axes = lower.add_subplot(rows, math.ceil(len(small) / rows), i)
+        draw_panel(axes, runs, x, panel)
     return figure
 
 
-def draw_losses(part, runs, x, y, panels):
-    """Training and validation loss; of several runs the end once more.
-
-    Names and last losses stand at the right.
-    """
-    looks = []
-    for kind, look in LOOKS.items():
-        if any(len(run.series(kind, y)[0]) for run in runs):
-            looks.append(look)
-    loss = Panel(f"loss, {UNITS[y]}: {', '.join(looks)}", ("train", "val"), y)
-    if len(runs) == 1:
-        faint = 0.9
-    elif panels:
-        faint = 0.55
-    else:
-        faint = 0.35
-    widths = [2, 1] if panels and len(runs) > 1 else [1]
-    both = part.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    for axes in both:
-        at_end = axes is not both[0]
-        curves = draw_curves(axes, runs, x, loss, faint, at_end)
-        right = max(at[-1] for at, _ in curves) or 1
-        left = END * right if at_end else -0.015 * right
-        axes.set(xlabel=AXES[x], xlim=(left, 1.015 * right))
-        axes.set_title("the end" if at_end else loss.title)
-        fit(axes, [worth_showing(at, values, left) for at, values in curves])
-    label_ends(axes, runs, x, y)
-
-
-def draw_panel(axes, runs, x, panel):
-    """One of the panels below the losses."""
-    curves = draw_curves(axes, runs, x, panel)
-    axes.set_title(panel.title)
-    axes.locator_params(axis="x", nbins=5)
-    if panel is HELLASWAG:
-        axes.axhline(0.25, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=":")
-    elif panel is SPEED:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_ylim(0, 1.15 * max(np.quantile(values, 0.98) for _, values in curves))
-    elif panel is NORM or panel.key.startswith("extras."):
-        fit(axes, [values[at >= BEGINNING * at[-1]] for at, values in curves])
-
-
-def draw_curves(axes, runs, x, panel, faint=1, at_end=False):
-    """A panel's curves: running means of training, marks of evaluations; returns [(x, y)].
-
-    Training is `faint` where a line joins a run's evaluations; at_end: it is then left out.
-    """
-    curves = []
+def draw_losses(part, runs, x, y, enlarged):
+    """Training and validation loss; the end once more, with the names of runs that end there."""
+    ratios = [2, 1] if enlarged else [1]
+    both = part.subplots(1, len(ratios), width_ratios=ratios, squeeze=False)[0]
+    panel = Panel(f"loss, {UNITS[y]}: training thin, validation with marks", y, ("train", "val"))
+    draw_panel(both[0], runs, x, panel)
+    _, right = both[0].get_xlim()
+    early = []
+    late = []
     for run in runs:
-        beside = len(run.series("val", panel.key)[0]) >= JOINED
+        if run.place(run.end(y).step, x) < END * right:
+            early.append(run)
+        else:
+            late.append(run)
+    if enlarged:
+        kinds = panel.kinds
+        if late and all(joined(run, y) for run in late):
+            kinds = ("val",)
+        both[1].set_xlim(END * right, right)
+        draw_panel(both[1], runs, x, Panel("the end", y, kinds), END * right)
+    for axes in both:
+        axes.set_xlabel(AXES[x])
+    label_ends(both[-1], late, x, y, beside=False)
+    label_ends(both[0], early, x, y, beside=True)
+
+
+def joined(run, key):
+    """Whether a line joins its evaluations, which with few would lie across the curve."""
+    return len(run.series("val", key)[0]) >= JOINED
+
+
+def draw_panel(axes, runs, x, panel, begin=0):
+    """The curves of a panel: running means of training, marks of evaluations.
+
+    begin: where the panel does.
+    """
+    shown = np.array([])  # what the limits of y are to hold
+    for run in runs:
         for kind in panel.kinds:
             steps, values = run.series(kind, panel.key)
-            if not len(steps) or (kind == "train" and beside and at_end):
+            if not np.isfinite(values).any():
                 continue
             at = run.place(steps, x)
-            if panel in (RATE, SHARE):
-                if panel is SHARE:
-                    values = values / max(values)
-                axes.plot(at, values, color=run.color, linestyle=run.dash, linewidth=1.2)
-            elif kind == "train":
-                alpha = faint if beside else 1
-                values = draw_training(axes, run, at, values, alpha, noise=len(runs) == 1)
+            look = {"color": run.color, "linestyle": run.dash, "linewidth": 1.1}
+            if kind != "train":
+                look |= {"marker": "o", "markersize": 5, "linewidth": 1.8, "zorder": 2.5}
+                look["markeredgecolor"] = axes.get_facecolor()
+                if len(values) < JOINED:
+                    look["linestyle"] = ""
+            elif panel is RATE:
+                values = values / np.nanmax(values)
             else:
-                draw_marks(axes, run, at, values)
-            curves.append((at, values))
-    return curves
+                if len(runs) == 1:  # the values themselves
+                    axes.plot(at, values, color=run.color, linewidth=0.6, alpha=0.2)
+                values = smooth(values)
+                look["alpha"] = 0.5 if joined(run, panel.key) else 1
+            axes.plot(at, values, **look)
+            late = at >= BEGINNING * at[-1]
+            first = values[late][0]
+            # without those of a run that diverges, and NaN
+            kept = values <= first + abs(first) / 2
+            shown = np.append(shown, values[late & kept & (at >= begin)])
+    axes.set_title(panel.title, loc="left")
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if x == "tokens" else "{x:,.0f}")
+    if panel is SPEED:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(0)
+    elif panel.fitted and len(shown):
+        margin = 0.06 * np.ptp(shown) or 0.05 * abs(shown[0]) or 1
+        axes.set_ylim(shown.min() - margin, shown.max() + margin)
 
 
-def draw_training(axes, run, at, values, alpha, noise):
-    """Draws a running mean, of at most some 2,000 points, and returns it.
+def label_ends(axes, runs, x, y, beside):
+    """Each run's last loss and name in its colour, and a line from it to the end of the curve.
 
-    noise: the values themselves are drawn too, faintly.
+    beside: below and right of that end, else right of the panel.
     """
-    few = slice(None, None, max(1, len(values) // 2000))
-    mean = smooth(values)
-    style = {"color": run.color, "linestyle": run.dash, "linewidth": 1.1}
-    axes.plot(at[few], mean[few], alpha=alpha, label=f"_{run.name}, training", **style)
-    if noise:
-        axes.plot(at[few], values[few], color=run.color, linewidth=0.6, alpha=0.2, zorder=1.5)
-    return mean
-
-
-def draw_marks(axes, run, at, values):
-    """Points, joined unless there are so few that the line would lie across the curve."""
-    axes.plot(
-        at,
-        values,
-        color=run.color,
-        linestyle=run.dash if len(values) >= JOINED else "",
-        linewidth=1.8,
-        marker="o",
-        markersize=5 if len(values) <= 30 else 3,
-        markeredgecolor=axes.get_facecolor(),
-        zorder=2.5,
-        label=run.name,
-    )
-
-
-def worth_showing(at, values, left):
-    """The losses right of `left` but for the beginning's, without those of a run that diverges."""
-    beginning = BEGINNING * at[-1]
-    first = values[at >= beginning][0]
-    shown = values[at >= max(left, beginning)]
-    return shown[shown <= first + abs(first) / 2]
-
-
-def fit(axes, shown):
-    """Limits of y for these arrays."""
-    values = np.concatenate(shown)
-    if len(values):
-        margin = 0.06 * np.ptp(values) or 0.05 * abs(values[0]) or 1
-        axes.set_ylim(values.min() - margin, values.max() + margin)
-
-
-def label_ends(axes, runs, x, y):
-    """Right of the panel each run's last loss and name, in its colour.
-
-    A line leads to its end, unless it would cross much of the panel.
-    """
-    ends = [run.end(y) for run in runs]
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
-    heights = np.clip([(loss - low) / (high - low) for _, loss in ends], 0, 1)
-    # in points; a panel is some 220 high
-    size = min(matplotlib.rcParams["font.size"] + 1, 200 / len(runs))
-    places = spread(heights, 1.35 * size / 220)
-    for run, (step, loss), height, place in zip(runs, ends, heights, places):
-        words = f"{loss:.3f}"
-        error = run.at_last_validation("stderr" if y == "loss" else "bpb_stderr")
-        # one run alone: of a difference between runs, on the same text, the error is far less
-        if error and len(runs) == 1:
-            words += f" ±{error:.3f}"
-        end = run.place(step, x)
-        line = None
-        if end >= (left + right) / 2:
-            line = {"arrowstyle": "-", "color": run.color, "linewidth": 0.7, "alpha": 0.6}
-            # the line begins at the text's left edge; shrink: points left free at its ends
-            line |= {"relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3}
+    ends = [run.end(y) for run in runs]
+    values = np.array([end.value for end in ends])
+    heights = np.clip((values - low) / (high - low), 0, 1)
+    size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
+    places = spread(np.clip(heights - 0.1 * beside, 0.03, 1), 1.35 * size / 240)
+    for run, end, height, place in zip(runs, ends, heights, places):
+        at = run.place(end.step, x)
+        words = f"{end.value:.3f}"
+        if run.diverged:
+            words = "NaN"
+        elif end.kind == "train":
+            words += " in training"
         axes.annotate(
             f"{words}  {run.name[-40:]}",
-            xy=(end, low + height * (high - low)),
-            xytext=(1.03, place),
+            xy=(at, low + height * (high - low)),
+            xytext=((at - left) / (right - left) + 0.02 if beside else 1.03, place),
             textcoords="axes fraction",
             color=run.color,
             fontsize=size,
             va="center",
             annotation_clip=False,
-            arrowprops=line,
+            # the line begins at the text's left edge
+            arrowprops={"arrowstyle": "-", "color": run.color, "alpha": 0.6, "relpos": (0, 0.5)},
         )
 
 
 def spread(places, gap):
-    """The places, moved by little to be `gap` apart, in order.
-
-    Neighbours that are nearer push each other away, each by half of what they lack.
-    """
+    """The places, moved up where they are not `gap` above the one below."""
     order = np.argsort(places)
-    found = places[order]
-    for _ in range(1000):  # 24 at one place are then 0.99 of the gap apart, 40 are 0.94
-        half = np.clip(gap - np.diff(found), 0, None) / 2
-        found[1:] += half
-        found[:-1] -= half
-    return found[np.argsort(order)]
+    steps = gap * np.arange(len(places))
+    found = np.empty(len(places))
+    found[order] = np.maximum.accumulate(places[order] - steps) + steps
+    return found
 
 
 def choose_panels(runs):
-    """[Panel] of what the logs hold in at least two points; HellaSwag: three, as two show noise."""
-
-    def points(panel):
-        return max(len(run.series(panel.kinds[0], panel.key)[0]) for run in runs)
-
-    panels = [HELLASWAG] if points(HELLASWAG) > 2 else []
-    for what, own in own_panels(runs).items():
-        panels += own[:MOST]
-        if len(own) > MOST:
-            left_out = ", ".join(panel.title for panel in own[MOST:])
-            warn(f"of {what} {MOST} are drawn; left out: {left_out}")
-    peaks = [max(run.series("train", "lr")[1], default=1) for run in runs]
-    rate = SHARE if max(peaks) > 2 * min(peaks) else RATE  # Muon's rate would press the others flat
-    return panels + [panel for panel in (rate, NORM, SPEED) if points(panel) > 1]
-
-
-def own_panels(runs):
-    """{"evaluations", "extras": [Panel]} of your own, of the numbers in the lines of the logs."""
-    evaluations = {}
-    extras = {}
+    """[Panel] of what the logs hold in at least three points."""
+    own = {}  # evaluations and extras
     for run in runs:
-        for (kind, key), values in run.figures.items():
-            if not any(number(value) for value in values.values()):
-                continue
-            if kind in ("train", "val") and key.startswith("extras."):
-                extras[key] = Panel(key.removeprefix("extras."), ("train", "val"), key)
-            elif kind not in OURS and key not in ("step", "seconds"):
-                evaluations[kind, key] = Panel(f"{kind} {key}", (kind,), key)
-    return {"evaluations": list(evaluations.values()), "extras": list(extras.values())}
+        for kind, lines in run.lines.items():
+            keys = {key for line in lines.values() for key in line if number(line[key])}
+            for key in sorted(keys - {"step", "seconds"}):
+                if key.startswith("extras."):
+                    own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
+                elif kind not in OURS:
+                    own[kind, key] = Panel(f"{kind} {key}", key, (kind,), fitted=False)
+    found = []
+    for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED):
+        counts = [len(run.series(panel.kinds[0], panel.key)[0]) for run in runs]
+        if max(counts) > 2:
+            found.append(panel)
+    return found
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ run/sampling.py.
 
 import contextlib
 import sys
+import time
 from dataclasses import dataclass
 
 from configurator import run, too_small
@@ -34,67 +35,63 @@ class Config(TrainedConfig):
 
 
 def main(cfg):
-    refuse(
-        too_small(
-            cfg, {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
-        )
-    )
+    least = {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
+    refuse(too_small(cfg, least))
     talk = cfg.chat and cfg.prompt is None
     if talk and this_rank().size > 1:
-        raise UserError(
-            "chat=True without a prompt reads stdin, which ranks cannot share: no torchrun"
-        )
+        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share")
     from corpus import chat
     from run import sampling, trained
     from scale import parallel
 
     world, model, tokenizer, autocast = trained.load(cfg)
-    shown = []  # ids of the text that is printed before what continues it
     if cfg.chat:
         template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer)
-    else:
-        shown = tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
-        ids = [tokenizer.eot, *shown] if cfg.bos else shown
-        if not ids:
-            raise UserError(
-                "bos=False leaves an empty prompt with no token to continue; give --prompt=TEXT"
-            )
     with autocast:
-        printer = sampling.Printer(model, tokenizer, cfg, quiet=not world.main)
+        printer = sampling.Printer(model, tokenizer, cfg)
         if talk:
-            converse(printer, template, cfg.seed)
+            converse(printer, template)
+        elif cfg.chat:
+            ids = template.ids([dict(role="user", content=cfg.prompt)])
+            print_samples(printer, ids, [], world)
         else:
-            if cfg.chat:
-                ids = template.ids([dict(role="user", content=cfg.prompt)])
-            print_samples(printer, ids, shown, cfg, world)
-    counts, times = zip(*parallel.gather_objects((printer.tokens, printer.seconds)))
-    if world.main:
-        tokens, seconds = sum(counts), max(times)
-        say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+            shown = tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+            ids = [tokenizer.eot, *shown] if cfg.bos else shown
+            if not ids:
+                raise UserError("bos=False leaves no token to continue; give --prompt=TEXT")
+            print_samples(printer, ids, shown, world)
     parallel.stop()
 
 
-def print_samples(printer, ids, shown, cfg, world):
+def print_samples(printer, ids, shown, world):
     """Each rank makes a sample; rank 0 prints its own as it comes, then the others'."""
     from scale import parallel
 
+    cfg = printer.cfg
+    began = time.perf_counter()
+    tokens = 0
     for first in range(0, cfg.n_samples, world.size):
-        number = first + world.rank
-        own = printer(ids, cfg.seed + number, shown, wanted=number < cfg.n_samples)
-        texts = parallel.gather_objects(own)[: cfg.n_samples - first]
+        own = printer(ids, cfg.seed + first + world.rank, shown)
+        rows = parallel.gather_objects(own)[: cfg.n_samples - first]
+        tokens += sum(map(len, rows))
         if world.main:
-            others = (f"{text}\n{'-' * 80}" for text in texts[1:])
-            say("-" * 80, *others, sep="\n")
+            say("-" * 80)
+            for row in rows[1:]:
+                say(printer.tokenizer.decode(shown + row), "-" * 80, sep="\n")
+    seconds = time.perf_counter() - began
+    if world.main:
+        say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
 
 
-def converse(printer, template, seed):
+def converse(printer, template):
     """Replies to each line of stdin, until Ctrl-D."""
     messages = []
     sign = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError):
         while True:
             messages.append(dict(role="user", content=input(sign)))
-            messages.append(dict(role="assistant", content=printer(template.ids(messages), seed)))
+            new = printer(template.ids(messages), printer.cfg.seed)
+            messages.append(dict(role="assistant", content=printer.tokenizer.decode(new)))
 
 
 if __name__ == "__main__":

@@ -206,20 +206,19 @@ class Config(GPTConfig):
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
     hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
-    sample_interval: int = 0  # print samples, rank 0's; log.jsonl has those of every rank
+    sample_interval: int = 0  # print samples, which log.jsonl has too
     sample_prompt: str = "Hello, I'm a language model,"  # text that they continue
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never
     keep_last: int = 2  # checkpoints kept, besides the one with the best validation loss
     async_save: bool = False  # trains on while a checkpoint is written from a copy in host memory
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
-    norms_interval: int | None = None  # steps between the RMS of each weight, gradient and update
     wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
-    cuda_graph: Literal[False, True, "auto"] = False  # ddp: one launch each; auto: if it gains
+    cuda_graph: bool = False  # ddp: a micro-step is one launch, for small ones and slow hosts
     ops: Literal["auto", "torch", "fused"] = "auto"  # fast/'s fused kernels, or plain PyTorch
     deterministic: bool = False  # the same bits in each run on one GPU, 10% slower; always on CPUs
     # Several GPUs
@@ -341,7 +340,7 @@ TOLD_AT_RESUME = (
 )
 
 AT_LEAST_1 = (
-    "batch_size batch_tokens max_steps max_tokens keep_last log_interval norms_interval "
+    "batch_size batch_tokens max_steps max_tokens keep_last log_interval "
     "remat_every remat_tile timeout_s"
 ).split()
 AT_LEAST_0 = (
@@ -467,8 +466,6 @@ def shape_conflicts(cfg, ranks):
     N = cfg.context_parallel
     D = cfg.head_size
     found = []
-    if cfg.remat == "attention" and D % 8:
-        found.append(f"remat=attention needs head_dim={D} to be a multiple of 8; try --remat=block")
     if cfg.document_mask and (D % 8 or D > 256):
         found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):

@@ -7,9 +7,9 @@
 
 Settings: a config file, then --key=value (`--help` lists them). Writes
 out_dir/log.jsonl, config.json, the code that ran (model.py, kernels.py,
-source.json) and checkpoints, step_*/. Exit codes, the same of all ranks: 0
-done, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite,
-128 + N saved and stopped by signal N (docs/operations.md).
+source.json) and checkpoints, step_*/. Exit codes: 0 done, 1 an error in the
+code or a lost rank, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not
+finite, 128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run
@@ -20,6 +20,7 @@ from settings import Config, check
 if __name__ == "__main__":  # before torch, whose import takes seconds: --help and mistakes
     cfg = parse(Config, check, adopt)
 
+import contextlib
 import dataclasses
 
 import torch
@@ -42,7 +43,6 @@ from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger, progress
-from run.norms import Norms
 from run.pack import magnitudes
 from run.prove import prove
 from run.resume import Start
@@ -87,11 +87,11 @@ class Training:
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
-        self.graph, self.rows = choose_graph(cfg, world, self.micro_step, model)
+        self.rows = []  # of the start-up summary
+        self.graph = choose_graph(cfg, self.micro_step, model)
         if self.graph is None:
             other = optim.unknown(self.state.optimizer)
-            self.model, rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
-            self.rows += rows
+            self.model, self.rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
@@ -148,15 +148,15 @@ def concatenated(batches):
 
 
 def main(cfg):
-    source.check()  # that no file was edited while this process imported it
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s) as watch, errors_explained(cfg, world):
-        train(cfg, world, watch)
+    with Watch(world) as watch, errors_explained(cfg, world), contextlib.ExitStack() as stack:
+        train(cfg, world, watch, stack)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
 
 
-def train(cfg, world, watch):
+def train(cfg, world, watch, stack):
+    """Runs until the last step or a signal; what is open to the end goes onto the ExitStack."""
     # the settings, resolved for this device, and the run's folder
     given = cfg
     writes = world.main and not cfg.dry_run
@@ -164,7 +164,7 @@ def train(cfg, world, watch):
     # the resolved precision may be in conflict
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
-    lock = watch.enter_context(Lock(cfg.out_dir)) if writes else None
+    lock = stack.enter_context(Lock(cfg.out_dir)) if writes else None
     start = Start(cfg)
     if cfg.dry_run:
         cfg = try_out(cfg, world, start.step)
@@ -188,20 +188,20 @@ def train(cfg, world, watch):
     # console and log, evaluations
     skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
     log = Logger(world, cfg, skips)
-    norms = Norms(state.model, cfg, log)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg)
     warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
+    source.check()  # that no source was edited while this process imported it
     if lock:
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
-    watch.enter_context(saver)
+    stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start), *proved]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     log.start(state, rows, given, training.analysis)
@@ -230,7 +230,6 @@ def train(cfg, world, watch):
         parallel.begin_step(state.model)  # whose parameters() are this rank's shards from here on
 
         # rate and batch, micro-steps, clip, step
-        watch.begin(state.step + 1)
         began = parallel.Moment(world.device)
         lr = optim.learning_rate(state.step, share, cfg)
         optim.set_learning_rate(state.optimizer, lr)
@@ -239,22 +238,21 @@ def train(cfg, world, watch):
         training.loader_batches = cfg.loader_batches(world.size, tokens)
         totals = training.accumulate(loader.next)
         norm = training.normalize_and_clip(totals)
-        with norms.around_update(state.step + 1):
-            training.update(totals, norm)
+        training.update(totals, norm)
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {
-            "asked to stop": watch.asked > 0,
-            "save written": float(saver.written()),
+            "asked to stop": watch.asked,
+            "save unwritten": float(not saver.written()),
             "seconds": log.elapsed(state.step + log.late),
             "seconds a step": log.seconds,
         }
         means = training.figures.over_ranks(totals, norm, own)
         of_ranks = log.step(state, lr, means, began)
         state.seconds = of_ranks["seconds"]
-        if of_ranks["asked to stop"] or of_ranks["seconds a step"] > LONG:
+        if of_ranks["asked to stop"] > 0 or of_ranks["seconds a step"] > LONG:
             watch.agreed()
-        if of_ranks["save written"] == 1:  # by every rank, in the background
+        if of_ranks["save unwritten"] == 0:  # on any rank, in the background
             saver.wait()
 
     log.catch_up()

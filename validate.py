@@ -100,8 +100,8 @@ def measure(cfg, words, T=None):
                     f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
                 )
             tokens = max(T, cfg.tokens)
-            table, _ = evaluate.score_rows(model, loader, tokens, autocast=autocast)
-            measured[folder] = Measured(table, loader.documents(table.shape[1]))
+            table, _, documents = evaluate.score_rows(model, loader, tokens, autocast=autocast)
+            measured[folder] = Measured(table, documents)
             loader.close()
     return measured, T
 

@@ -13,7 +13,7 @@ beta2 = 0.997
 schedule, cooldown_fraction, min_lr_ratio = "wsd", 0.6, 0.0
 warmup_steps = 1220
 shuffle_seed = 1337
-cuda_graph = "auto"  # for micro-batches that are over before the host has launched the next kernels
+cuda_graph = True  # for micro-batches that are over before the host has launched the next kernels
 
 eval_interval = 2000
 eval_tokens = 1_048_576

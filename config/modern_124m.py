@@ -25,7 +25,7 @@ momentum_warmup = 300
 shuffle_seed = 1337
 precision = "auto8"
 # four H200s: 2,801,190 tokens/s instead of 1,478,374, which the host cannot launch
-cuda_graph = "auto"
+cuda_graph = True
 
 eval_interval = 250
 eval_tokens = 1_048_576

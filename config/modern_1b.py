@@ -15,3 +15,4 @@ max_steps = 77_000  # 20.2B tokens
 lr = 0.028
 weight_decay = None  # 2 / (lr max_steps)
 precision = "auto"
+cuda_graph = False

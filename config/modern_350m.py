@@ -6,3 +6,4 @@ from config.modern_124m import *  # noqa: F403
 out_dir = "out/modern_350m"
 n_layer, n_head, n_embd = 24, 8, 1024
 batch_size = 64
+cuda_graph = False  # micro-steps of this size keep the GPU busy

@@ -9,7 +9,6 @@ linear, norm, rope, mlp, loss   the operations: launcher and constants beside th
 fp8           linear layers, MLP and loss in 8-bit floats
 cublas        GEMMs by cuBLASLt, with epilogues
 hopper        GEMMs for Hopper GPUs in CUDA: hopper_gemm.cu, hopper_wgrad.cu, hopper.cuh
-decode        attention of one query to a KV cache, for sampling
 operators     registers kernels as PyTorch operators, for torch.compile
 fusion        a pass over compiled graphs that moves work into a norm's kernels
 

@@ -14,14 +14,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import run, too_small, without_folder
-from corpus import DataError, as_user_error
+from configurator import run, without_folder
 from settings import TrainedConfig
 from system.errors import UserError, refuse, say
 from system.files import write_atomic
 
 TESTED = "0.4.13"
-BOOTSTRAPS = 100_000  # the harness's own number
 
 
 @dataclass
@@ -31,39 +29,45 @@ class Config(TrainedConfig):
     limit: int | None = None  # number of examples of each task, from the first on; None: all
     include_path: str | None = None  # a folder with tasks of your own
     gen_kwargs: str | None = None  # of tasks that generate: max_gen_toks=128,do_sample=True
-    batch_tokens: int | None = None  # tokens per forward pass; None: 16,384 on a GPU, 1,024 on CPUs
+    batch_tokens: int = 4096  # tokens per forward pass
     bos: bool = False  # the separator of documents precedes each text, as in training
     seed: int = 1337  # of texts that are sampled
     out: str | None = None  # write all that the harness reports to this file, as JSON
 
 
 def main(cfg):
-    refuse(too_small(cfg, {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}))
     refuse(without_folder(cfg, ["out"]))
     try:
         from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
         from lm_eval.utils import handle_non_serializable, make_table
+
+        from measure.language_model import LanguageModel
     except ModuleNotFoundError as error:
         raise UserError(
             f"there is no package {error.name}: pip install lm_eval=={TESTED}"
         ) from None
-    from measure.language_model import LanguageModel
     from run import trained
     from scale import parallel
 
-    manager, tasks = load(cfg)
+    folders = [Path(__file__).parent]
+    if cfg.include_path:
+        folders.append(cfg.include_path)
+    manager = TaskManager(include_path=folders)
+    tasks = [name.strip() for name in cfg.tasks.split(",")]
+    unknown = ", ".join(name for name in tasks if name not in manager.all_tasks)
+    if unknown:
+        raise UserError(f"tasks={cfg.tasks}: the harness has no {unknown}; `lm_eval ls tasks`")
     world, *loaded = trained.load(cfg)
-    model = LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
     # each rank hands all requests to its model, which divides them and returns all answers
     report = simple_evaluate(
-        model,
+        LanguageModel(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed),
         tasks=tasks,
         task_manager=manager,
         num_fewshot=cfg.num_fewshot,
         limit=cfg.limit,
         gen_kwargs=cfg.gen_kwargs,
         log_samples=False,
-        bootstrap_iters=BOOTSTRAPS if world.main else 0,  # rank 0 estimates the errors
     )
     if world.main:
         for column in ("results", "groups"):
@@ -72,32 +76,6 @@ def main(cfg):
         if cfg.out:
             write_atomic(cfg.out, json.dumps(report, default=handle_non_serializable, indent=1))
     parallel.stop()
-
-
-def load(cfg):
-    """(The harness's TaskManager, tasks and groups that cfg.tasks names, with their data)."""
-    from lm_eval.tasks import TaskManager
-
-    folders = [Path(__file__).parent]
-    if cfg.include_path:
-        folders.append(cfg.include_path)
-    with as_user_error(f"include_path={cfg.include_path} cannot be read"):
-        manager = TaskManager(include_path=folders)
-    found = []
-    names = [name.strip() for name in cfg.tasks.split(",")]
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise UserError(
-            f"tasks={cfg.tasks}: the harness has no {', '.join(unknown)}; `lm_eval ls tasks`"
-        )
-    for name in names:
-        with as_user_error(f"tasks={name} cannot be loaded", DataError):
-            one = manager.load([name])
-        if name in one["groups"]:
-            found.append(one["groups"][name])
-        else:
-            found += one["tasks"].values()
-    return manager, found
 
 
 if __name__ == "__main__":

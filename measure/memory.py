@@ -23,12 +23,9 @@ def measure(cfg):
         # a checkpoint must have the shape that the settings give, as in train.py
         open_initial_weights(cfg)
     budget = cfg.gpu_gib * memory.GIB
-    if cfg.batch_size == "auto":
-        cfg.batch_size, why = memory.choose_batch(cfg, cfg.world, budget)
-        print(f"batch_size {cfg.batch_size} ({why})")
-    if cfg.remat_every == "auto":
-        cfg.remat_every, why = memory.choose_remat(cfg, cfg.world, budget)
-        print(f"remat_every {cfg.remat_every:.3g} ({why})")
+    cfg, reasons = memory.choose(cfg, cfg.world, budget)
+    for name, why in reasons.items():
+        print(f"{name} {getattr(cfg, name):g} ({why})")
     count, _ = memory.total_and_block_parameters(cfg)
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     if cfg.world == 1:
@@ -69,8 +66,9 @@ def row(cfg, kind, remat):
         return
     budget = cfg.gpu_gib * memory.GIB
     gib = memory.total_bytes(cfg, cfg.world) / memory.GIB
-    rows = memory.largest_batch(cfg, cfg.world, budget)
-    length = memory.longest_row(cfg, cfg.world, budget)
+    rows = memory.largest(cfg, cfg.world, budget, "batch_size")
+    one_row = dataclasses.replace(cfg, batch_size=1)
+    length = memory.largest(one_row, cfg.world, budget, "block_size", 1024 * cfg.context_parallel)
     print(f"{kind:<10}{remat:<12}{gib:>12.1f}{in_words(rows):>14}{in_words(length):>14}")
 
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import math
-import pickle
 import re
 import statistics
 import time
@@ -19,12 +17,13 @@ import train
 from configurator import too_small, without_folder
 from run.build import choose
 from run.logger import describe_device, progress, show
-from run.signals import Watch, errors_explained
+from run.signals import errors_explained
 from scale import parallel
 from system.errors import UserError, is_rank_0, refuse
 
-# ends documents with document_mask: one in 8,192 tokens of `synthetic` in GPT-2's vocabulary
+# ends documents with document_mask: one in 7,800 tokens of `synthetic` in GPT-2's vocabulary
 SEPARATOR = 718
+BEGAN = time.perf_counter()  # about when the process did
 PROFILED = 2  # steps that are profiled
 NCCL = "communication, exposed"
 KINDS = {  # a kernel is of the first kind whose pattern its name contains
@@ -43,44 +42,33 @@ def measure(cfg):
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
     refuse(without_folder(cfg, ["trace", "snapshot"]))
     world = parallel.join(cfg)
-    with Watch(world, cfg.timeout_s, saves=False), errors_explained(cfg, world):
-        began = time.perf_counter()
+    with errors_explained(cfg, world):
         on_gpu = world.device.type == "cuda"
         if cfg.snapshot and not on_gpu:
-            where = f"which has none on {world.device.type}"
-            raise UserError(
-                f"snapshot={cfg.snapshot} is a history of a GPU's memory, {where}; try --trace"
-            )
+            raise UserError(f"snapshot={cfg.snapshot} is of a GPU's memory; on a CPU try --trace")
         if cfg.gpu_gib and on_gpu:
             most = torch.cuda.mem_get_info(world.device)[1]
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, cfg.gpu_gib * 2**30 / most), world.device
-            )
-        recorded = contextlib.nullcontext({})
+            share = min(1.0, cfg.gpu_gib * 2**30 / most)
+            torch.cuda.set_per_process_memory_fraction(share, world.device)
+        recorded = contextlib.nullcontext()
         if cfg.snapshot and world.main:
             recorded = history(cfg.snapshot)
-        with recorded as marks:
-            take_steps(cfg, world, began, marks)
+        with recorded:
+            take_steps(cfg, world)
 
 
 @contextlib.contextmanager
 def history(path):
-    """Records this process's use of the GPU's memory; writes it at the end, after an error too.
-
-    Yields a dict, whose entries the file has beside those of torch.cuda.memory._snapshot().
-    """
-    marks = {}
+    """Records this process's use of the GPU's memory; writes it at the end, after an error too."""
     torch.cuda.memory._record_memory_history(stacks="python")
     try:
         # activation checkpointing ends a recomputation early by an exception,
         # which the recording loses
         with set_checkpoint_early_stop(False):
-            yield marks
+            yield
     finally:
-        snapshot = torch.cuda.memory._snapshot() | marks
+        torch.cuda.memory._dump_snapshot(path)
         torch.cuda.memory._record_memory_history(enabled=None)
-        with open(path, "wb") as file:
-            pickle.dump(snapshot, file)
 
 
 def say(*words):
@@ -88,21 +76,18 @@ def say(*words):
         print(*words, flush=True)
 
 
-def take_steps(cfg, world, began, marks):
-    """The work of `measure`.
-
-    began: when the process joined the others; marks: the snapshot's own entries.
-    """
+def take_steps(cfg, world):
+    """The work of `measure`."""
     on_gpu = world.device.type == "cuda"
     show([describe_device(world)], say)
     cfg, rows, job = build(cfg, world)
     next_batch = synthetic(cfg, world)
     size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
-    show([*rows, *job.analysis.rows(), *job.rows, ("first step", f"{size} ...")], say)
+    show([*rows, *job.analysis.rows(), *job.rows, ("a step", size)], say)
     before = parallel.synchronize(world.device)
     step(job, next_batch, cfg)
     ended = parallel.synchronize(world.device)
-    took = f"{ended - before:.1f} s, compilation included, {ended - began:.1f} s after the start"
+    took = f"{ended - before:.1f} s, compilation included, {ended - BEGAN:.1f} s after the start"
     show([("first step", took)], say)
     for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
         step(job, next_batch, cfg)
@@ -111,22 +96,12 @@ def take_steps(cfg, world, began, marks):
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**30
         held = torch.cuda.max_memory_reserved() / 2**30
-        words = f"{peak:.1f} GiB at the peak, {held:.1f} reserved"
-        retries = torch.cuda.memory_stats()["num_alloc_retries"]
-        if retries:  # each waits for the GPU
-            words += f"; the allocator was short of memory {retries} times"
-        show([("memory", words)], say)
-    if on_gpu and cfg.breakdown:
-        breakdown(job, next_batch, cfg, world)
-    elif cfg.trace:
-        profiled(job, next_batch, cfg, world)
-    if cfg.snapshot:
-        parallel.synchronize(world.device)
-        # us, in the middle of a pause: the history's clock is near this one, not the same
-        marks["last_step"] = time.time_ns() // 1000 + 5000
-        time.sleep(0.01)
-        step(job, next_batch, cfg)
-        parallel.synchronize(world.device)
+        show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
+    shows = on_gpu and cfg.breakdown
+    if shows or cfg.trace:
+        events = profiled(job, next_batch, cfg, world)
+    if shows:
+        breakdown(events, floor_times(cfg, world.device, job.accumulation))
 
 
 def build(cfg, world):
@@ -147,12 +122,14 @@ def step(job, next_batch, cfg):
 def synthetic(cfg, world):
     """Endless batches, eight in turn, of random tokens: token n has odds 1/n (Zipf), as in text."""
     generator = torch.Generator().manual_seed(cfg.seed + world.rank // cfg.context_parallel)
-    odds = 1 / torch.arange(1, cfg.vocab_size + 1, dtype=torch.float64)
     shape = (8, cfg.batch_size, cfg.block_size + 1)
-    tokens = torch.multinomial(odds, math.prod(shape), replacement=True, generator=generator)
+    draws = torch.rand(shape, dtype=torch.float64, generator=generator)
+    # the powers fall between n and n + 1 with odds log(1 + 1/n)
+    tokens = ((cfg.vocab_size + 1) ** draws).long() - 1
     batches = []
-    for batch in tokens.view(shape).to(world.device):
-        batches.append((batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
+    for batch in tokens.to(world.device):
+        x, y = batch[:, :-1], batch[:, 1:]
+        batches.append((x.contiguous(), y.contiguous()))
     return itertools.cycle(batches).__next__
 
 
@@ -179,22 +156,12 @@ def speed(times, cfg, world, analysis):
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
 
 
-def breakdown(job, next_batch, cfg, world):
-    """Prints a step's GPU time by kind of kernel, the floor, and the 16 kernels that take most."""
-    events = profiled(job, next_batch, cfg, world)
-    floor = floor_times(cfg, world.device, job.accumulation)
+def breakdown(events, floor):
+    """Prints a step's GPU time by kind of kernel, and the floor; see `profiled`, `floor_times`."""
     say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
     for kind, ms in times_by_kind(events).items():
-        say(f"{kind:<28}{ms:>10.1f}" + (f"{floor[kind]:>12.1f}" if kind in floor else ""))
-    say(f"\n{'kernels by time':<66} {'ms a step':>10} {'times':>7} {'us each':>12}")
-    by_name = {}
-    for name, begin, end in events:
-        by_name.setdefault(name, []).append(end - begin)
-    slowest = sorted(by_name, key=lambda name: sum(by_name[name]), reverse=True)
-    for name in slowest[:16]:
-        times = by_name[name]
-        each = f"{len(times) / PROFILED:7.0f} {statistics.mean(times) * 1e3:12.1f}"
-        say(f"  {name[:64]:<64} {sum(times) / PROFILED:10.2f} {each}")
+        alone = f"{floor[kind]:>12.1f}" if kind in floor else ""
+        say(f"{kind:<28}{ms:>10.1f}{alone}")
 
 
 def floor_times(cfg, device, micro_steps):
@@ -246,7 +213,7 @@ def times_by_kind(events):
     others = []
     for event in events:
         name, begin, end = event
-        kind = kind_of(name)
+        kind = next(kind for kind in KINDS if re.search(KINDS[kind], name, re.IGNORECASE))
         total[kind] += end - begin
         if kind != NCCL:
             others.append(event)
@@ -259,21 +226,17 @@ def times_by_kind(events):
 def profiled(job, next_batch, cfg, world):
     """[(name, begin, end) in ms] of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
     kind = "CUDA" if world.device.type == "cuda" else "CPU"
-    activities = [getattr(ProfilerActivity, kind)]
     parallel.synchronize(world.device)
     # without acc_events, torch 2.11 warns
-    with profile(activities=activities, acc_events=True) as prof:
+    with profile(activities=[getattr(ProfilerActivity, kind)], acc_events=True) as prof:
         for _ in range(PROFILED):
             step(job, next_batch, cfg)
         parallel.synchronize(world.device)
     if cfg.trace and world.main:
         prof.export_chrome_trace(cfg.trace)
-    found = [e for e in prof.events() if e.device_type == getattr(torch.autograd.DeviceType, kind)]
-    return [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in found]
-
-
-def kind_of(name):
-    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+    own = getattr(torch.autograd.DeviceType, kind)
+    spans = [(e.name, e.time_range) for e in prof.events() if e.device_type == own]
+    return [(name, span.start / 1e3, span.end / 1e3) for name, span in spans]
 
 
 def union(events):

@@ -45,16 +45,12 @@ def choose(cfg, device):
     free = parallel.gather_objects(free_memory(cfg, device))
     ranks = len(free)
     least = None if None in free else min(free)
-    if cfg.batch_size == "auto":  # with all blocks under remat, if it chooses among them too
-        rows, why = memory.choose_batch(cfg, ranks, least)
+    cfg, chosen = memory.choose(cfg, ranks, least)
+    reasons |= chosen
+    if "batch_size" in reasons:
         parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
         if forms.edits or parameters != memory.total_and_block_parameters(cfg)[0]:
-            why += "; what an edit of model.py or kernels.py takes is not counted"
-        reasons["batch_size"] = why
-        cfg = dataclasses.replace(cfg, batch_size=rows)
-    if cfg.remat_every == "auto":
-        every, reasons["remat_every"] = memory.choose_remat(cfg, ranks, least)
-        cfg = dataclasses.replace(cfg, remat_every=every)
+            reasons["batch_size"] += "; what an edit of model.py or kernels.py takes is not counted"
     shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
     return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
 
@@ -209,7 +205,7 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.document_mask:
         documents.apply(model, eot)
     if cfg.remat != "none":
-        activation_checkpointing.apply(model, cfg, world.device.type)
+        activation_checkpointing.apply(model, cfg)
     if cfg.context_parallel > 1:
         context_parallel.apply(model, cfg, world)
     if cfg.compile:
@@ -250,7 +246,7 @@ def compile_model(model, sharded=False):
     mixes = [model.mixes[layer] for layer in model.cfg.mixed_layers]
     for part in (*model.blocks, *mixes, model.head):
         part.compile()
-    torch.compiler.config.cache_key_tag = source.imported()
+    torch.compiler.config.cache_key_tag = source.tag()
 
 
 def static_shapes_in_training(model, *_):
@@ -262,16 +258,13 @@ def static_shapes_in_training(model, *_):
     torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
 
-def choose_graph(cfg, world, micro_step, model):
-    """(the micro-step as a CUDA graph, or None, rows of the start-up summary).
-
-    scale/cuda_graph.py captures the graph.
-    """
+def choose_graph(cfg, micro_step, model):
+    """The micro-step as a CUDA graph, or None as it is set."""
     if not cfg.cuda_graph:
-        return None, []
-    from scale import cuda_graph  # a file that `import train` need not load
+        return None
+    from scale.cuda_graph import GraphedMicroStep  # a file that `import train` need not load
 
-    return cuda_graph.choose(cfg, world, micro_step, model)
+    return GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
 
 
 def wrap(model, cfg, world, analysis, optimizer):

@@ -25,7 +25,7 @@ import model as models
 from corpus import as_user_error
 from corpus import tokenizer as tokenizers
 from fast.chips import best_attention
-from run import source
+from run import agreement, source
 from run.logger import NotFinite
 from run.pack import CheckpointError, pack, persistent_buffers
 from scale import parallel
@@ -93,7 +93,7 @@ class Saver:
         parallel.free_gathered(state.model)
         tensors, values = everywhere(partial(pack, state))
         self.refuse_not_finite(state, tensors, values)
-        own = files_of_rank(tensors, values["leaves"])
+        own = files_of_rank(tensors, values)
         if self.background:
             for file in own:
                 file.copy_to_host()
@@ -131,7 +131,7 @@ class Saver:
             return
         for left in self.out_dir.glob(f".writing_step_{DIGITS}"):  # by a run that was killed
             delete(left)
-        self.aside.mkdir(parents=True)
+        self.aside.mkdir()  # an error where out_dir was removed under the run
         files.write_json(self.aside / "state.json", state)
         copies = {self.out_dir / name: name for name in source.KEPT}
         tokenizer = tokenizer_file(self.out_dir, state["config"].get("tokenizer"))
@@ -183,15 +183,10 @@ class Saver:
         try:
             return everywhere(action)
         except UserError as error:
-            free = 0
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
-                if self.out_dir.is_dir():
-                    free = shutil.disk_usage(self.out_dir).free
-            free = parallel.gather_objects(free)[0]  # all ranks raise the same line
-            advice = "earlier checkpoints are intact: free some space, --resume=auto"
-            why = f"{error}; {free / 1e9:.2f} GB of disk are free"
-            raise CheckpointError(f"{self.final}: cannot be written ({why}); {advice}") from None
+            advice = "earlier checkpoints are intact: --resume=auto goes on from them"
+            raise CheckpointError(f"{self.final} cannot be written: {error}; {advice}") from None
 
     def evaluated(self, step, score):
         """Notes that the evaluations due at a step have run; score: the lower the better, or None.
@@ -252,14 +247,14 @@ class File:
             self.tensors[name] = copy.copy_(tensor, non_blocking=True)
 
 
-def files_of_rank(tensors, leaves):
+def files_of_rank(tensors, values):
     """[File] that this rank writes of what `pack` found.
 
     Of what is saved by rows, each rank writes its own; the rest is written once where all ranks
     have the same, else by each. Of buffers that differ, the model has rank 0's.
     """
     rank, _ = parallel.rank_and_size()
-    apart = names_that_differ(tensors, leaves)
+    apart = names_that_differ(tensors, values)
     alone = File(f"rank{rank:05d}.safetensors")
     found = [alone]
     for group, of_group in tensors.items():
@@ -276,26 +271,27 @@ def files_of_rank(tensors, leaves):
     return [file for file in found if file.tensors]
 
 
-def names_that_differ(tensors, leaves):
-    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank"."""
-    facts = {}
-    for name, leaf in leaves.items():
+def names_that_differ(tensors, values):
+    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank".
+
+    Raises CheckpointError where what is no tensor differs.
+    """
+    plain = {"the containers": values["tree"]}
+    digests = {}
+    differ = set()
+    for name, leaf in values["leaves"].items():
         group, _, inner = name.partition("/")
-        if isinstance(leaf, dict) and "rows" not in leaf and group != "rank":
-            data = local(tensors[group][inner]).contiguous().reshape(-1).view(torch.uint8)
-            facts[name] = hashlib.sha256(data.cpu().numpy()).hexdigest()
+        if not isinstance(leaf, dict) or "rows" in leaf:
+            plain[name] = leaf
+        elif group == "rank":
+            differ.add(name)
         else:
-            facts[name] = leaf
-    of_ranks = parallel.gather_objects(facts)
-    differ = {name for name in leaves if name.startswith("rank/")}
-    for rank, theirs in enumerate(of_ranks):
-        for name in facts.keys() | theirs.keys():
-            here, there = facts.get(name), theirs.get(name)
-            if here != there and not isinstance(leaves.get(name), dict):
-                words = f"{name} is {here}, on rank {rank} {there}"
-                raise CheckpointError(f"{words}; only tensors may differ from rank to rank")
-            if here != there:
-                differ.add(name)
+            data = local(tensors[group][inner]).contiguous().reshape(-1).view(torch.uint8)
+            digests[name] = hashlib.sha256(data.cpu().numpy()).hexdigest()
+    if found := agreement.difference(plain):
+        raise CheckpointError(f"{found}: a checkpoint may hold other tensors of each rank alone")
+    for theirs in parallel.gather_objects(digests):
+        differ.update(name for name, digest in digests.items() if theirs.get(name) != digest)
     return differ
 
 
@@ -339,6 +335,7 @@ def save_merged(out_dir, step, tensors, state):
 
     Returns its folder.
     """
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
     saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=2)
     own = [File(f"{group}.safetensors", of_group) for group, of_group in tensors.items()]
     saver.write(step, own, state)
@@ -532,15 +529,15 @@ class MergedTensor:
         first, part = self.parts[0]
         self.shape = torch.Size(part.get_shape())
         self.dtype = part[:0].dtype if self.shape else part[...].dtype
-        if rows is None:
+        if rows is None and len(self.parts) == 1:
             return
         end = 0
         for first, part in self.parts:
             if first == end:
                 end += part.get_shape()[0]
-        if end != rows:
+        if rows not in (None, end):
             raise CheckpointError(f"{name}: {end} of {rows} rows are there: is a rank's file gone?")
-        self.shape = torch.Size([rows, *self.shape[1:]])
+        self.shape = torch.Size([end, *self.shape[1:]])
 
     def __getitem__(self, rows):
         if rows is ... and len(self.parts) == 1:

@@ -18,7 +18,7 @@ from system.errors import UserError
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
-TAKEN = {"train", "start", "saved", "skipped", "spike", "norms", "done", "stopped"}
+TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
 
 
 def whole_rows(x, y):
@@ -32,10 +32,11 @@ def never():
 
 @torch.no_grad()
 def score_rows(model, loader, tokens, *, autocast, own_tokens=whole_rows, stop=never):
-    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras).
+    """Evaluates a split's first rows, about `tokens` tokens -> (table, extras, documents).
 
-    Both are equal on every rank. table: float64 (3, rows): a row's loss in nats, its targets, bytes
-    of their text (NaN: unknown). extras: {name: mean over the targets} of the forward. own_tokens:
+    All are equal on every rank. table: float64 (3, rows): a row's loss in nats, its targets, bytes
+    of their text (NaN: unknown). extras: {name: mean over the targets} of the forward. documents:
+    (rows,), the number of each row's, one for all where the forward knows no rows. own_tokens:
     makes (x, y, positions) of this rank of a batch. stop(): whether to leave the rest.
     """
     device = parallel.device_of(model)
@@ -47,18 +48,20 @@ def score_rows(model, loader, tokens, *, autocast, own_tokens=whole_rows, stop=n
     batches = math.ceil(rows / batch_rows)
     table = torch.zeros(3, batches * batch_rows, device=device)
     sums = {}
+    by_row = True
     first = loader.rank * loader.B  # this rank's first row of the batch
     for x, y in progress(loader.eval_batches(tokens), "validation", batches, stop):
         x, y, positions = own_tokens(x, y)
         with autocast:
-            loss, targets, extras = losses_of_rows(model, x, y, positions)
+            loss, targets, extras, by_row = losses_of_rows(model, x, y, positions)
         text = bytes_of_rows(y, targets, token_bytes)
         table[:, first : first + loader.B] = torch.stack([loss * targets, targets, text])
         first += batch_rows
         for name, value in extras.items():
             sums[name] = sums.get(name, 0.0) + value
     table = parallel.sum_over_ranks(table)[:, :rows].double().cpu().numpy()
-    return table, means_over_ranks(sums, table[1].sum(), device)
+    documents = loader.documents(rows) if by_row else np.zeros(rows, int)
+    return table, means_over_ranks(sums, table[1].sum(), device), documents
 
 
 def bytes_of_rows(y, targets, token_bytes):
@@ -87,16 +90,17 @@ def means_over_ranks(sums, targets, device):
 
 
 def losses_of_rows(model, x, y, positions):
-    """(loss, targets, extras) of a forward, by rows.
+    """(loss, targets, extras, whether they are of each row) of a forward.
 
     loss: (B,), the mean of each row. targets: (B,), their number in each row. extras: {name: its
-    sum over the targets}.
-
-    A forward with a loss of its own that knows no rows is called for one row at a time.
+    sum over the targets}. Of a forward with a loss of its own that knows no rows, each row has the
+    mean of all.
     """
     loss, count, extras = model(x, y, positions, "rows")
-    if not torch.is_tensor(count) or loss.shape != x.shape[:1] or count.shape != loss.shape:
-        loss, count, extras = one_row_at_a_time(model, x, y, positions)
+    by_row = torch.is_tensor(count) and loss.shape == count.shape == x.shape[:1]
+    if not by_row:
+        loss = scalar("loss", loss, x.device).expand(len(x))
+        count = scalar("count", count, x.device).expand(len(x)) / len(x)
     sums = {}
     for name, value in extras.items():
         if torch.is_tensor(value) and value.shape == count.shape:  # of each row
@@ -105,23 +109,7 @@ def losses_of_rows(model, x, y, positions):
             value = scalar(name, value, x.device)
         # where there is no target, the mean may be NaN
         sums[name] = torch.where(count > 0, value * count, 0.0).sum()
-    return torch.where(count > 0, loss.float(), 0.0), count, sums
-
-
-def one_row_at_a_time(model, x, y, positions):
-    """(loss, count, extras) of a forward, each a column with a number of each row."""
-    losses = []
-    counts = []
-    extras = []
-    for b in range(len(x)):
-        loss, count, found = model(x[b : b + 1], y[b : b + 1], positions)
-        losses.append(scalar("loss", loss, x.device))
-        counts.append(scalar("count", count, x.device))
-        extras.append(found)
-    columns = {}
-    for name in extras[0]:
-        columns[name] = torch.stack([scalar(name, found[name], x.device) for found in extras])
-    return torch.stack(losses), torch.stack(counts), columns
+    return torch.where(count > 0, loss.float(), 0.0), count, sums, by_row
 
 
 def ratio(amounts, units, documents):
@@ -313,12 +301,12 @@ def validation_loss(model, loaders, tokens, *, autocast, own_tokens, stop):
     errors = []
     for weight, loader in loaders:
         part = max(loader.T, round(weight * tokens))
-        table, means = score_rows(
+        table, means, documents = score_rows(
             model, loader, part, autocast=autocast, own_tokens=own_tokens, stop=stop
         )
         if stop():
             return None
-        score = loss_of_table(table, loader.documents(table.shape[1]))
+        score = loss_of_table(table, documents)
         folders[loader.data_dir] = score
         loss += weight * score["loss"]
         errors.append(weight * score["stderr"])
@@ -355,7 +343,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 
     tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
     if cfg.sample_interval:
-        add_samples(evaluations, cfg, world, tokenizer)
+        add_samples(evaluations, cfg, tokenizer)
     if cfg.hellaswag_interval:
         return add_hellaswag(evaluations, cfg, tokenizer)
     return []
@@ -385,23 +373,13 @@ def add_validation(evaluations, cfg, world, loaders):
     evaluations.add("val", cfg.eval_interval, evaluate, **options)
 
 
-def add_samples(evaluations, cfg, world, tokenizer):
-    """Adds samples, of which each rank draws its own.
-
-    The console has those of rank 0, log.jsonl those of the others as well, with their rank.
-    """
+def add_samples(evaluations, cfg, tokenizer):
+    """Adds samples, the same on every rank."""
     from run import sampling
 
     def evaluate(model):
-        seed = cfg.seed + world.rank
-        own = sampling.texts(model, tokenizer, cfg.sample_prompt, seed=seed, **SAMPLES)
-        first, *others = parallel.gather_objects(own)
-        found = {"texts": first}
-        if others:
-            found["others"] = [
-                {"rank": rank, "texts": texts} for rank, texts in enumerate(others, 1)
-            ]
-        return found
+        options = dict(seed=cfg.seed, **SAMPLES)
+        return {"texts": sampling.texts(model, tokenizer, cfg.sample_prompt, **options)}
 
     def lines(found):
         return [repr(text) for text in found["texts"]]

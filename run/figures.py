@@ -52,8 +52,7 @@ class Figures:
         """
         if not self.compared:
             self.compared = True
-            if found := agreement.difference({"extras": str(self.names)}):
-                raise UserError(f"GPT.forward returned the extras unlike rank 0's: {found}")
+            agreement.same_on_all_ranks({"extras of GPT.forward": self.names})
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
         loss = totals[0].float()  # whose device and dtype all have

@@ -18,15 +18,13 @@ from tqdm import tqdm
 
 import optim
 from configurator import changed, columns
-from run import source
 from scale import parallel
 from system import files
-from system.errors import UserError, is_rank_0, listed
+from system.errors import UserError, is_rank_0
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 LONG_RUN = 2 * 86_400  # s left; a longer run is warned of
-LIFELESS = 10  # steps, after which parameters that are all zero are named
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
@@ -83,7 +81,6 @@ class Logger:
         self.own = {}  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
         self.mark = None  # the Moment of its end
-        self.with_step = {}  # {step: what to call when it is read, such as to record more of it}
         # times of steps, in seconds
         self.seconds = 0.0  # of the step read last
         self.average = None  # running, without the first step, which compiles
@@ -103,7 +100,10 @@ class Logger:
 
     def print(self, *words):
         if self.world.main:
-            print(*words, flush=True)
+            try:
+                print(*words, flush=True)
+            except OSError:  # the console is gone, or full: what is only shown ends no run
+                sys.stdout = open(os.devnull, "w")
 
     def warn(self, words):
         self.print(f"warning: {words}")
@@ -198,29 +198,11 @@ class Logger:
         A later --resume=auto that finds none looks for this line of the log.
         """
         self.saved_at = step
-        self._make_again()
         self.print(f"saved {folder}")
         self.record("saved", step)
 
-    def _make_again(self):
-        """Makes out_dir again if it was removed or moved under the run.
-
-        The run goes on with another log there.
-        """
-        if not self.file or os.path.exists(self.file.name):
-            return
-        words = f"{self.out_dir} was removed or moved while this run went on; it is made again"
-        self.warn(f"{words}, without the log, the checkpoints and the lock that it held")
-        try:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.file.name, "ab", buffering=0, opener=files.no_link)
-            source.record(self.out_dir)
-        except (OSError, UserError) as error:
-            self.warn(error)
-
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
-        self._make_again()
         cfg = self.cfg
         kind = "stopped" if stopped else "done"
         rows = [(kind, f"step {step} after {time.perf_counter() - self.began:,.1f} s")]
@@ -280,8 +262,6 @@ class Logger:
         state: a train.State after the step; means: its figures.Means; began: a parallel.Moment
         before it.
         """
-        if state.step == LIFELESS:
-            self._warn_of_zeros(state)
         self.unread.append(Launched(state.step, state.tokens, lr, began, means))
         self._read_all_but(self.late)
         return self.own
@@ -310,8 +290,6 @@ class Logger:
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
         self._time(launched)
-        if step in self.with_step:
-            self.with_step.pop(step)()
         self._log_line(launched, loss, norm, extras)
         self._warn_of_days(step)
         if not math.isfinite(loss):
@@ -390,17 +368,6 @@ class Logger:
             days = f"this run takes about {left / 86_400:.0f} days on this machine"
             advice = f"a smaller --{self.length_setting} or recipe, such as config/quickstart.py"
             self._warn_once("days", f"{days}; try {advice}")
-
-    def _warn_of_zeros(self, state):
-        """Warns, after some steps, of parameters that are zero, as they were at first.
-
-        They have had no gradient.
-        """
-        found = parallel.all_zero(state.model)
-        if found:
-            why = "they were zero at first and had no gradient"
-            advice = "is what they are multiplied with zero too?"
-            self.warn(f"after {state.step} steps {listed(found)} are all zero: {why}; {advice}")
 
     def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.

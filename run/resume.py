@@ -58,16 +58,15 @@ class Start:
 
     def choose(self):
         """Opens the checkpoint of cfg.resume; UserError where another run is in the way."""
-        has_any = any(parallel.gather_objects(bool(folders(self.out_dir))))
-        if self.cfg.resume == "auto" and has_any:
-            self.open(self.out_dir)
-        elif self.cfg.resume not in ("none", "auto"):
-            self.open(self.cfg.resume)
+        path = self.cfg.resume
+        if path == "auto":
+            path = "none"
+            if any(parallel.gather_objects(bool(folders(self.out_dir)))):
+                path = self.out_dir
+        if path != "none":
+            self.folder, self.tensors, self.state = open_whole(path)
         if not self.cfg.dry_run:
             self.refuse_what_is_in_the_way()
-
-    def open(self, path):
-        self.folder, self.tensors, self.state = open_whole(path)
 
     def compare(self):
         """Raises UserError unless the checkpoint has this model, optimizer, dtype and length."""
@@ -132,29 +131,25 @@ class Start:
         if self.cfg.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return
         log = self.out_dir / "log.jsonl"
-        text = ""
         if log.is_symlink() or log.exists() and not log.is_file():
             raise UserError(f"{log} is a link, or no file: a run would write elsewhere; remove it")
-        if log.exists():
-            text = log.read_text(errors="replace")
+        text = log.read_text(errors="replace") if log.exists() else ""
         there = [name for name in WRITTEN if (self.out_dir / name).exists()]
         newest = max(folders(self.out_dir), default=None)
-        mine = self.folder and self.folder.resolve().parent == self.out_dir.resolve()
         wrong = None
-        if there and '"kind": ' not in text and not (self.out_dir / "source.json").exists():
+        if there and "source.json" not in there:
             wrong = f"holds {there[0]}, which no run wrote; move it, or give another --out_dir"
         elif self.cfg.resume == "auto":  # a run killed before its first checkpoint begins again
             if not self.folder and '"kind": "saved"' in text:
                 wrong = "has a log that names checkpoints, and holds none; bring one back"
-        elif newest is None and '"kind": "train"' not in text:
-            pass
-        elif not self.folder:
-            wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
-        elif not mine:
-            wrong = f"holds another run than {self.folder}; try another --out_dir"
-        # where resume is a run's folder, the newer ones are damaged
-        elif newest.name > self.folder.name and self.folder == Path(self.cfg.resume):
-            wrong = f"holds {newest.name}, beyond {self.folder}; remove it first"
+        elif newest or '"kind": "train"' in text:
+            if not self.folder:
+                wrong = "holds an earlier run; try --resume=auto, --overwrite or another --out_dir"
+            elif self.folder.resolve().parent != self.out_dir.resolve():
+                wrong = f"holds another run than {self.folder}; try another --out_dir"
+            # where resume is a run's folder, the newer ones are damaged
+            elif newest.name > self.folder.name and self.folder == Path(self.cfg.resume):
+                wrong = f"holds {newest.name}, beyond {self.folder}; remove it first"
         if wrong:
             raise UserError(f"out_dir={self.out_dir} {wrong}")
 

@@ -1,113 +1,91 @@
 """Continues text with a model, token by token; a KV cache holds keys and values of earlier ones.
 
-The cache goes around attn.core, as scale/ does, and proves itself on the model as it is, or is left
-out; the model's own forward runs, told the positions of the new tokens, not compiled, on a GPU as
-one CUDA graph a token. Between two steps the model is as it was.
+The cache goes around attn.core, as scale/ does, for the time of a forward: the model's own code
+runs, told the positions of the new tokens, and is as it was between two steps. Before its first
+token it proves itself on a narrow copy of the model, or is left out. On a GPU the model's part of a
+step is one CUDA graph.
 """
 
-import contextlib
+import dataclasses
 import functools
 import itertools
 import math
-import time
-from collections import Counter
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
+import model as models
 from fast import forms
-from scale import context_parallel, parallel
+from kernels import BACKENDS
+from scale import context_parallel, generators, parallel
 from scale.cuda_graph import waits
-from system.errors import UserError, say, warn
+from system.errors import UserError, is_rank_0, say, warn
 
-TRIAL_TOKENS = 512  # of the trial in which a KV cache proves itself
+TRIAL_TOKENS = 64  # on which a KV cache proves itself
+MARKS = 8  # channels of a key that say whether there is one: as many as flash attention pads to
+NO_KEY = -1e4  # in these channels: the softmax of such a key is zero
 
 
-def texts(model, tokenizer, prompt, n, max_new_tokens, temperature, top_k, seed):
-    """n strings that continue `prompt`, and include it; each ends at the end of its document."""
-    ids = torch.tensor(
-        [[tokenizer.eot, *tokenizer.encode(prompt)]] * n, device=parallel.device_of(model)
-    )
+def texts(model, tokenizer, prompt, n, **options):
+    """n strings that continue `prompt`, and include it; each ends at the end of its document.
+
+    options: of `generate`.
+    """
+    row = [tokenizer.eot, *tokenizer.encode(prompt)]
+    ids = torch.tensor([row] * n, device=parallel.device_of(model))
     found = []
-    for row in generate(model, ids, max_new_tokens, temperature, top_k, seed)[:, 1:].tolist():
+    for row in generate(model, ids, **options)[:, 1:].tolist():
         found.append(tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)))
     return found
 
 
 class Printer:
-    """Prints texts as a model writes them, by a sample.Config; counts tokens and seconds.
+    """Prints texts on rank 0 as a model writes them, by a sample.Config.
 
-    quiet: prints nothing. It needs the autocast context of the run, also to be made.
+    It needs the autocast context of the run, also to be made.
     """
 
-    def __init__(self, model, tokenizer, cfg, quiet=False):
-        self.model, self.tokenizer, self.cfg, self.quiet = model, tokenizer, cfg, quiet
-        self.device = parallel.device_of(model)
-        self.ends = tokenizer.ends if cfg.stop else ()
-        self.cache = None  # one for all texts, which may begin alike
-        if cfg.cache:
-            separator = torch.tensor([tokenizer.eot], device=self.device)
-            self.cache = make_cache(model, separator, cfg.temperature, cfg.top_k)
-        self.tokens = 0
-        self.seconds = 0.0
+    def __init__(self, model, tokenizer, cfg):
+        self.model, self.tokenizer, self.cfg = model, tokenizer, cfg
+        self.cache = make_cache(model, tokenizer.eot) if cfg.cache else None  # for all texts
 
-    def __call__(self, ids, seed, shown=(), wanted=True):
-        """Prints the text of the ids `shown` and of those that continue the list `ids`; returns it.
+    def __call__(self, ids, seed, shown=()):
+        """Prints the text of the ids `shown` and of those that continue the list `ids`.
 
-        A divided model's ranks go on together, also those whose text is not `wanted`.
+        Returns the new ids. The ranks of a divided model go on until all their texts have ended.
         """
-        began = time.perf_counter()
-        shown = list(shown)
-        text = self.tokenizer.decode(shown)
-        self.show(text)
-        for piece in pieces(self.tokenizer.decode, shown, self.new_ids(ids, seed, wanted)):
-            self.show(piece)
-            text += piece
-        self.show("\n")
-        self.seconds += time.perf_counter() - began
-        return text
-
-    def show(self, text):
-        if not self.quiet:
-            say(text, end="")
-
-    def new_ids(self, ids, seed, wanted):
-        divided = bool(parallel.units(self.model))
-        if not wanted and not divided:
-            return
         cfg = self.cfg
-        idx = torch.tensor([ids], device=self.device)
-        options = dict(
-            max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k
-        )
-        for new in steps(self.model, idx, seed=seed, cached=self.cache, **options):
-            wanted = wanted and new.item() not in self.ends
-            if wanted:
-                self.tokens += 1
-                yield new.item()
-            going_on = wanted
-            if divided:
-                going_on = parallel.sum_over_ranks(idx.new_tensor(int(wanted)))
-            if not going_on:
-                return
+        idx = torch.tensor([ids], device=parallel.device_of(self.model))
+        options = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed, self.cache)
+        new = []
+        going_on = True
+        printed = self.show(shown)
+        for column in steps(self.model, idx, *options):
+            if cfg.stop and column.item() in self.tokenizer.ends:
+                going_on = False
+            if going_on:
+                new.append(column.item())
+                printed = self.show([*shown, *new], printed)
+            any_goes_on = going_on
+            if parallel.units(self.model):
+                any_goes_on = parallel.sum_over_ranks(idx.new_tensor(int(going_on)))
+            if not any_goes_on:
+                break
+        self.show([*shown, *new], printed, end="\n")
+        return new
 
+    def show(self, ids, printed="", end=""):
+        """Prints what the text of ids has behind `printed`; returns all that is printed.
 
-def pieces(decode, before, ids):
-    """Yields the text of the ids that follow the list `before`.
-
-    An incomplete character waits for its rest. The piece before is decoded again with each new one:
-    some tokenizers drop the space that begins a text.
-    """
-    new = []
-    for i in ids:
-        new.append(i)
-        text = decode(before + new)[len(decode(before)) :]
-        if not text.endswith("\ufffd"):
-            yield text
-            before = new
-            new = []
-    if new:
-        yield text
+        An incomplete character waits for its rest, until the end.
+        """
+        text = self.tokenizer.decode(ids)
+        if text.endswith("\ufffd") and not end:
+            return printed
+        if is_rank_0():
+            say(text[len(printed) :], end=end)
+        return text
 
 
 def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
@@ -119,105 +97,112 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, ca
 
 
 @torch.no_grad()
-def steps(
-    model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True, lengths=None
-):
-    """Yields the next id of each row of ids (B, T) int64, (B,), max_new_tokens times.
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
+    """Yields the next id of each row of ids (B, T) int64, (B,) on the host, max_new_tokens times.
 
-    cached: True, False, or a KVCache. lengths: (B,) int64, of the rows in ids; None: all T. The
-    first step is then behind the shortest row, and yields of the longer ones their own ids, until
-    their ends.
-
-    Beyond block_size tokens, or without a KV cache, a step computes the last block_size tokens in a
-    window of one width: a compiled model sees one shape, and causal attention does not see the
-    zeros on its right.
+    cached: True, a KVCache, or None or False for none. Beyond block_size tokens, or without a
+    cache, a step computes the last block_size tokens in a window of one width: a compiled model
+    sees one shape, and causal attention does not see the zeros on its right.
     """
-    B, T = ids.shape
+    T = ids.size(1)
     limit = model.cfg.block_size
     total = T + max_new_tokens
-    known = T if lengths is None else int(lengths.min())  # tokens of the shortest row
-    generator = torch.Generator(ids.device).manual_seed(seed)
-    if T > limit:  # which no cache holds
-        cached = False
-    if cached is True:
-        cached = make_cache(model, ids[0], temperature, top_k, rows=B)
-    if cached:
-        yield from cached.steps(ids, known, min(total, limit + 1), seed, lengths)
-        ids = cached.ids[:, :total]
-        known = ids.size(1)
-        generator = cached.generator
     width = min(limit, math.ceil(total / 64) * 64)
-    buffer = F.pad(ids, (0, max(total, width) - ids.size(1)))
-    for end in range(known, total):
-        begin = max(0, end - width)
-        last = torch.tensor([end - begin - 1], device=ids.device)
-        logits = model.logits(buffer[:, begin : begin + width], last)[:, 0]  # (B, V)
-        new = draw_token(logits, temperature, top_k, generator)
-        if lengths is not None:
-            new = torch.where(end < lengths, buffer[:, end], new)
-        buffer[:, end] = new
-        yield new
+    text = F.pad(ids, (0, max(total, width) - T))
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    if cached is True:
+        cached = make_cache(model, ids[0, 0].item())
+    if cached and T <= limit:
+        cached.prefill(ids[:, :-1], room=min(total, limit))
+    before = None
+    for end in range(T, total):
+        if cached and end <= limit:
+            logits = cached.step(text[:, end - 1], end - 1)
+        else:
+            begin = max(0, end - width)
+            last = torch.tensor([end - begin - 1], device=ids.device)
+            logits = model.logits(text[:, begin : begin + width], last)[:, 0]  # (B, V)
+        text[:, end] = draw_token(logits, temperature, top_k, generator)
+        new = parallel.Later(text[:, end])
+        if before:  # a GPU has begun this step when the host waits for the one before
+            yield torch.tensor(before.get())
+        before = new
+    if before:
+        yield torch.tensor(before.get())
 
 
 def draw_token(logits, temperature, top_k, generator):
-    """Samples one id a row from logits (B, V) -> (B,)."""
+    """Samples one id a row from logits (B, V) -> (B,).
+
+    Each id has noise of its own (the Gumbel-max trick), so that rounding hardly changes what is
+    drawn. The host waits for nothing, as it does in torch.multinomial.
+    """
     if temperature == 0:
         return logits.argmax(-1)
-    # the largest becomes 0, so that a tiny temperature does not overflow
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
-    shares = logits.softmax(-1)
-    # as torch.multinomial draws, which would make the host wait
-    noise = torch.empty_like(shares).exponential_(generator=generator)
-    return ids.gather(1, (shares / noise).argmax(-1, keepdim=True)).squeeze(1)
+    if top_k and top_k < logits.size(-1):
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    noise = torch.empty_like(logits).exponential_(generator=generator).log()
+    return (logits / temperature - noise).argmax(-1)
 
 
+def make_cache(model, separator):
+    """A KVCache; None, with a warning, where it does not hold for this model.py.
+
+    separator: an id that is among those of the proof, since an edit may count from it on.
+    """
+    if why := objection(model, separator):
+        return without("a KV cache", why)
+    return KVCache(model)
+
+
+@functools.lru_cache(1)  # of the last model: it proves itself once
 @torch.no_grad()
-def make_cache(model, ids, temperature=0, top_k=None, rows=1):
-    """A KVCache; None, with a warning, for an edited model that it does not suit.
-
-    ids: (T,), of a prompt. In a trial the logits of random ids are computed in three pieces, as a
-    cache does, and as a whole.
-    """
-    idx = trial_ids(model.cfg, ids)
-    T = idx.size(1)
-    positions = torch.arange(T, device=idx.device)
-    found = []
+def objection(model, separator):
+    """Why no cache holds for a model, or None."""
     try:
-        trial = KVCache(model, 1)
-        trial.make_room(T)
-        with torch.compiler.set_stance("force_eager"):
-            expected = model.logits(idx)
-        for begin, end in itertools.pairwise((0, T // 2, T - 1, T)):
-            trial.length = begin
-            found.append(trial.forward(idx[:, begin:end], positions[begin:end], slice(None)))
+        KVCache(model)
+        with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
+            difference = error_of_cache(narrow_copy(model.cfg), separator)
+    except UserError as error:
+        return str(error)
     except Exception as error:  # of any type: an edit's
-        reason = str(error).partition("\n")[0]
-        if not isinstance(error, UserError):
-            reason = f"{type(error).__name__}: {reason}"
-        return without("a KV cache", reason)
-    # where a cache suits, the ratio below is 0.02 in bf16, 1e-6 in float32
-    most = 0.1 if torch.is_autocast_enabled(idx.device.type) else 0.005
-    if not (torch.cat(found, 1) - expected).std() <= most * expected.std():
-        return without("a KV cache", "model.py mixes tokens outside of attn.core")
-    graph = False
-    if idx.is_cuda and not parallel.units(model):  # FSDP2's collectives are in no graph
-        why = waits(trial.forward, idx[:, -1:], positions[-1:])
-        graph = not why
-        if why:
-            without("a CUDA graph", why)
-    return KVCache(model, rows, graph, temperature, top_k)
+        return repr(error)
+    if not difference < 1e-4:  # rounding makes 1e-6
+        return "model.py mixes tokens outside of attn.core"
 
 
-def trial_ids(cfg, prompt):
-    """(1, T) random ids for a trial.
+def narrow_copy(cfg):
+    """A model of the same code and heads, of 8 channels each, on the CPU, with random weights.
 
-    The first id of the prompt, perhaps a separator, comes in between.
+    They are float32, and not zero where initial weights may be.
     """
-    T = min(cfg.block_size, TRIAL_TOKENS)
-    ids = torch.randint(cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
-    ids[:, ::10] = prompt[0].item()
-    return ids.to(prompt.device)
+    narrow = dataclasses.replace(
+        cfg,
+        n_layer=min(32, cfg.n_layer),
+        n_embd=8 * cfg.n_head,
+        head_dim=8,
+        n_hidden=16 * cfg.n_head,
+        attention="math",
+        dropout=0.0,
+    )
+    small = models.build(narrow, torch.device("cpu"), seed=0)
+    for parameter in small.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return small.eval()
+
+
+def error_of_cache(model, separator):
+    """How far logits with a cache are from those without, in standard deviations of the latter."""
+    T = min(model.cfg.block_size, TRIAL_TOKENS)
+    first = T // 2
+    ids = torch.randint(model.cfg.vocab_size, (1, T))
+    ids[:, ::5] = separator
+    expected = model.logits(ids)[:, first:]
+    cache = KVCache(model)
+    cache.prefill(ids[:, :first], room=T)
+    found = [cache.step(ids[:, t], t) for t in range(first, T)]
+    return (torch.stack(found, 1) - expected).std() / expected.std()
 
 
 @functools.cache  # once for each reason
@@ -226,179 +211,93 @@ def without(what, reason):
 
 
 class KVCache:
-    """The ids of some rows, their keys and values, and the step that draws the next ids.
+    """The keys and values of some rows' tokens, and a step that computes the next logits with them.
 
     Raises UserError for an attn.core that it does not suit. It needs torch.no_grad, one autocast
     context, and context_parallel.whole_rows.
     """
 
-    def __init__(self, model, rows, use_graph=False, temperature=0, top_k=None):
-        """use_graph: a CUDA graph for a step."""
+    def __init__(self, model):
         if "attention" in forms.edits:  # what is computed here is the attention of kernels.py
             raise UserError(forms.edits["attention"])
-        device = parallel.device_of(model)
-        self.model, self.use_graph = model, use_graph
-        self.temperature, self.top_k = temperature, top_k
+        self.model = model
         self.attentions = context_parallel.attentions(model, "a KV cache")
-        self.shifts = context_parallel.previous_modules(model)
-        self.before = {}  # {call_of a Previous: what it was given of each token}
-        self.keys_values = {}  # {call_of an attention: (2, B, H_kv, size, D)}
-        self.calls = Counter()  # of modules in the forward under way
-        self.length = 0  # tokens whose keys and values are there
-        self.size = 0  # tokens that have room
-        self.ids = torch.zeros(rows, model.cfg.block_size + 1, dtype=torch.long, device=device)
-        self.lengths = None  # of the rows in a prompt, see `steps`
-        self.places = torch.arange(model.cfg.block_size, device=device)
-        self.position = self.ids.new_zeros(1)  # of the token that a step reads
-        self.generator = torch.Generator(device)
-        self.graph = None
+        self.ids = torch.empty(0, 1)  # (B, 1), what a step reads
+        self.room = 0  # tokens
 
-    def steps(self, ids, known, end, seed, lengths=None):
-        """Yields the ids after the first `known` of ids (B, T), up to `end`.
+    def prefill(self, ids, room):
+        """Forgets what it holds, and computes the keys and values of ids (B, T).
 
-        If ids is on a GPU, they come on the host. lengths: of the rows, see `steps` of this file;
-        None: all are as long as `known`.
+        room: of how many tokens at least.
         """
-        last = known - 1  # the token that the first step reads, to draw the one behind it
-        if lengths is not self.lengths:
-            self.lengths = lengths
-            self.graph = None  # it was captured with those before
-        # of the text before, what this one begins with stays; so compare first, then overwrite
-        self.length = self.tokens_alike(ids[:, :last])
-        self.ids[:, : ids.size(1)] = ids
-        self.prefill(last, room=end - 1)
-        self.position.fill_(last)
-        self.generator.manual_seed(seed)
-        drawn = (self.step() for _ in range(known, end))
-        if ids.is_cuda:
-            drawn = on_host(drawn)
-        yield from drawn
-
-    def tokens_alike(self, ids):
-        """How many first tokens of ids (B, T) have their keys and values here."""
-        T = min(self.length, ids.size(1))
-        same = (self.ids[:, :T] == ids[:, :T]).all(0)  # (T,)
-        return int(same.cumprod(0).sum())
-
-    def prefill(self, end, room):
-        """Computes the keys and values that the tokens before `end` lack; makes room for `room`.
-
-        It takes a multiple of 32 tokens, so that there are few shapes. What is too much, the steps
-        overwrite before they read it.
-        """
-        begin = self.length
-        width = math.ceil((end - begin) / 32) * 32
-        stop = min(begin + width, self.model.cfg.block_size)
-        self.make_room(max(stop, room))
-        if begin < end:
-            self.forward(self.ids[:, begin:stop], self.places[begin:stop])
-        self.length = end
-
-    def make_room(self, tokens):
-        """Makes room for so many tokens, or up to twice as many.
-
-        A text that grows then takes few new graphs.
-        """
-        if tokens > self.size:
-            self.size = min(1 << (tokens - 1).bit_length(), self.model.cfg.block_size)
+        B, T = ids.shape
+        if B != len(self.ids) or room > self.room:
+            # a power of two, so that the next text finds room, and the graph, too
+            self.room = min(1 << (room - 1).bit_length(), self.model.cfg.block_size)
+            self.ids = ids.new_zeros(B, 1)
+            self.position = ids.new_zeros(1)
+            self.kept = []  # (2, B, H_kv, room, D + MARKS) for each call of an attention
             self.graph = None
-            for call, kept in self.keys_values.items():
-                self.keys_values[call] = F.pad(kept, (0, 0, 0, self.size - kept.size(3)))
+            # FSDP2's collectives are in no graph
+            if ids.is_cuda and not parallel.units(self.model):
+                self.capture()
+        for kept in self.kept:
+            kept[0, ..., -MARKS:] = NO_KEY
+        if T > 0:
+            self.forward(ids, torch.arange(T, device=ids.device))
 
-    def step(self):
-        """The next ids, (B,).
+    def capture(self):
+        """Makes a step one CUDA graph, unless it waits for the GPU, as with .item()."""
+        # it is launched first, which compiles and allocates all
+        if why := waits(self.forward, self.ids, self.position):
+            return without("a CUDA graph", why)
+        self.graph = torch.cuda.CUDAGraph()
+        # not "global", since a run has other threads
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.logits = self.forward(self.ids, self.position)
 
-        Before the graph is captured, a step runs as it is, which compiles all.
-        """
-        if self.graph:
-            self.graph.replay()
-        else:
-            self.decode_token()
-            if self.use_graph:
-                self.graph = torch.cuda.CUDAGraph()
-                self.graph.register_generator_state(self.generator)
-                # not "global", since a run has other threads
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.decode_token()
-        self.length += 1
-        return self.ids[:, self.length]
+    def step(self, ids, position):
+        """The logits (B, V) behind ids (B,) at a position; the next step may overwrite them."""
+        self.ids.copy_(ids[:, None])
+        self.position.fill_(position)
+        if self.graph is None:
+            return self.forward(self.ids, self.position)
+        self.graph.replay()
+        return self.logits
 
-    def decode_token(self):
-        """Draws the ids behind those at `position`, and writes them into `ids`."""
-        logits = self.forward(self.ids.index_select(1, self.position), self.position)
-        self.position += 1
-        new = draw_token(logits[:, 0], self.temperature, self.top_k, self.generator)[:, None]
-        if self.lengths is not None:
-            given = self.ids.index_select(1, self.position)
-            new = torch.where(self.position < self.lengths[:, None], given, new)
-        self.ids.index_copy_(1, self.position, new)
-
-    def forward(self, idx, positions, of=slice(-1, None)):
-        """(B, T) ids at positions (T,), behind the cached -> logits `of` some, (B, n, V)."""
-        self.calls.clear()
-        with self.in_place_of_cores(positions), torch.compiler.set_stance("force_eager"):
-            return self.model.logits(idx, of, positions)
-
-    @contextlib.contextmanager
-    def in_place_of_cores(self, positions):
-        """Within it, `attend` stands for each attn.core, and `previous` for each Previous.core."""
-        modules = [*self.attentions, *self.shifts]
-        before = [vars(module).get("core") for module in modules]
-        for module in self.attentions:
-            module.core = functools.partial(self.attend, positions, module, module.core)
-        for module in self.shifts:
-            module.core = functools.partial(self.previous, positions, module)
+    def forward(self, ids, positions):
+        """(B, T) ids at positions (T,) -> the logits behind the last, (B, V)."""
+        self.calls = 0  # of attentions; a block may be used several times
+        before = [vars(module).get("core") for module in self.attentions]
         try:
-            yield
+            for module in self.attentions:
+                module.core = functools.partial(self.attend, positions, module.core)
+            with torch.compiler.set_stance("force_eager"):
+                return self.model.logits(ids, slice(-1, None), positions)[:, 0]
         finally:
-            for module, core in zip(modules, before):
+            for module, core in zip(self.attentions, before):
                 if core is None:  # it was its class's
                     del module.core
                 else:
                     module.core = core
 
-    def call_of(self, module):
-        """(module, its how many-eth call in this forward): a block may be used several times."""
-        self.calls[module] += 1
-        return module, self.calls[module]
-
-    def previous(self, positions, module, x):
-        """Previous.core for the tokens at `positions`, x: (B, ..., T, C) -> as x."""
-        call = self.call_of(module)
-        if call not in self.before:
-            # zeros before the first token
-            self.before[call] = x.new_zeros(*x.shape[:-2], len(self.places) + 1, x.size(-1))
-        self.before[call].index_copy_(-2, positions + 1, x)
-        return self.before[call].index_select(-2, positions)
-
-    def attend(self, positions, module, core, q, k, v, *options, **named):
+    def attend(self, positions, core, q, k, v, *options, **named):
         """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""
         B, H_kv, T, D = v.shape
-        call = self.call_of(module)
-        if call not in self.keys_values:  # zeros, since the mask does not hide NaN in values
-            self.keys_values[call] = v.new_zeros(2, B, H_kv, self.size, D)
-        kept = self.keys_values[call]
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        if T == 1 and q.device.type in forms.enabled:
-            from fast import decode  # which needs Triton
-
-            return decode.attention(q, k, v, kept, positions)
-        kept.index_copy_(3, positions, torch.stack((k, v)))
-        if T > 1 and self.length == 0:
+        if self.calls == len(self.kept):
+            self.kept.append(v.new_zeros(2, B, H_kv, self.room, D + MARKS))
+            self.kept[-1][0, ..., D:] = NO_KEY
+        keys, values = self.kept[self.calls]
+        self.calls += 1
+        keys[..., :D].index_copy_(2, positions, k.to(v.dtype))
+        keys[..., D:].index_fill_(2, positions, 0)
+        values[..., :D].index_copy_(2, positions, v)
+        if T > 1:  # a prompt, with nothing before it
             return core(q, k, v, *options, **named)
-        # repeated, since few kernels take both groups and a mask
-        keys, values = kept.repeat_interleave(q.size(1) // H_kv, dim=2)
-        seen = self.places[: self.size] <= positions[:, None]
-        return F.scaled_dot_product_attention(q, keys, values, seen)
-
-
-def on_host(steps):
-    """Yields the ids of each step on the host; a GPU has then begun the next one."""
-    before = None
-    for ids in steps:
-        copied = parallel.Later(ids)
-        if before:
-            yield torch.tensor(before.get())
-        before = copied
-    if before:
-        yield torch.tensor(before.get())
+        # a query's marks are ones, so that a key that is not there has no share: attention needs no
+        # mask, which flash attention does not take
+        q = F.pad(q.to(v.dtype), (0, MARKS), value=1.0)
+        q = q.unflatten(1, (H_kv, -1)).squeeze(3)  # (B, H_kv, H / H_kv, D + MARKS)
+        with sdpa_kernel(BACKENDS["flash"], set_priority=True):
+            y = F.scaled_dot_product_attention(q, keys, values, scale=D**-0.5)
+        return y[..., :D].flatten(1, 2).unsqueeze(2)

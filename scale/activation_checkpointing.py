@@ -16,93 +16,59 @@ import functools
 import math
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-import kernels
-from fast import forms
 from scale import generators, memory
 from scale.activation_offload import ActivationStore, KeptTensor
 from system.errors import UserError
 
+aten = torch.ops.aten
+# they return attention's output, its logsumexp and small values
+ATTENTION = (
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
-def always(*_, **__):
-    return CheckpointPolicy.MUST_RECOMPUTE
 
-
-RECOMPUTE_ALL = {}  # options of a compiled checkpoint
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
-    # which keeps what an autograd.Function saves (pull request 177396)
-    RECOMPUTE_ALL["context_fn"] = functools.partial(create_selective_checkpoint_contexts, always)
-
-
-def apply(model, cfg, device_type="cpu"):
+def apply(model, cfg):
     """Puts cfg.remat around each cfg.remat_every-th block from the first; results do not change."""
-    if cfg.remat == "attention":
-        refuse_other_attention(cfg, device_type)
     store = ActivationStore(cfg.remat_offload)
     for i in memory.recomputed_blocks(cfg, len(model.blocks)):
         block = model.blocks[i]
-        attention = None
         if cfg.remat == "selective" or cfg.remat_tile:
-            recompute_mlp(block, cfg.remat_tile)
-        if cfg.remat == "attention":
-            attention = keep_attention(block, store)
+            mlp = part_of(block, "mlp")
+            if not isinstance(mlp.core, RecomputedMLP):  # an edit's blocks may share it
+                mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
+        keeps_attention = cfg.remat == "attention"
+        if keeps_attention:
+            attn = part_of(block, "attn")
+            attn.core = EagerAttention(attn.core)
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
-            model.layers[i] = mix, CheckpointedBlock(block, store, attention)
-
-
-def refuse_other_attention(cfg, device_type):
-    """Raises UserError unless attention is PyTorch's, with an operator that KeptAttention knows."""
-    if device_type != "cpu":
-        in_16_bits = device_type == "cuda" and cfg.precision not in ("fp32", "tf32")
-        if not in_16_bits or cfg.attention not in ("cudnn", "flash"):
-            why = f"it is {cfg.attention} in {cfg.precision} on {device_type}; try --remat=block"
-            raise UserError(f"remat=attention needs attention=cudnn or flash in 16 bits, {why}")
-    if "attention" in forms.edits:
-        why = f"keeps the results of PyTorch's attention, and {forms.edits['attention']}"
-        raise UserError(f"remat=attention {why}; try --remat=block")
-
-
-def recompute_mlp(block, tile):
-    """Wraps the core of a block's MLP, once where an edit's blocks share it."""
-    mlp = part_of(block, "mlp")
-    if not isinstance(mlp.core, RecomputedMLP):
-        mlp.core = RecomputedMLP(mlp.core, tile)
-
-
-def keep_attention(block, store):
-    """Wraps the core of a block's attention, once as in `recompute_mlp`; returns what wraps it."""
-    attn = part_of(block, "attn")
-    if not isinstance(attn.core, KeptAttention):
-        if attn.core is not kernels.attention:
-            raise other_core("attn", "another")
-        attn.core = KeptAttention(attn.core, store)
-    return attn.core
+            model.layers[i] = mix, CheckpointedBlock(block, store, keeps_attention)
 
 
 def part_of(block, name):
     """The block's part of this name, which must have a `core`."""
     part = getattr(block, name, None)
     if not hasattr(part, "core"):
-        raise other_core(name, "none")
+        what = f"this remat wraps {name}.core, and model.py's block has none"
+        raise UserError(f"{what}; try --remat=block")
     return part
 
 
-def other_core(name, found):
-    what = f"this remat wraps {name}.core, and model.py's block has {found}"
-    return UserError(f"{what}; try --remat=block")
-
-
 class CheckpointedBlock:
-    """A block that keeps its inputs, and the results of a KeptAttention in it, and runs again."""
+    """A block that keeps its inputs, perhaps the results of its attention, and runs again."""
 
-    def __init__(self, block, store, attention=None):
-        self.block, self.store, self.attention = block, store, attention
+    def __init__(self, block, store, keeps_attention=False):
+        self.block, self.store, self.keeps_attention = block, store, keeps_attention
 
     def __call__(self, *inputs, **named):
         """named: an edit's inputs, which are kept as they are, on the device."""
@@ -122,96 +88,70 @@ class CheckpointedBlock:
 
         def contexts():
             first, again = generators.replay()
-            if self.attention is not None:
-                first = self.attention.use(results, recording=True, numbers=first)
-                again = self.attention.use(results, recording=False, numbers=again)
+            if self.keeps_attention:
+                first = both(first, AttentionOnce(self.store, results, again=False))
+                again = both(again, AttentionOnce(self.store, results, again=True))
             return first, again
 
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
+        if self.keeps_attention and not results:
+            why = "keeps the results of PyTorch's fused attention, and a block has called none"
+            raise UserError(f"remat=attention {why}; try --remat=block")
         for i, x in enumerate(inputs):
             if torch.is_tensor(x) and x.requires_grad:
                 kept[i] = self.store.keep(x.detach())
         return out
 
 
-class KeptAttention:
-    """attn.core that runs once: a block's recomputation takes the results of its forward."""
+@contextlib.contextmanager
+def both(outer, inner):
+    with outer, inner:
+        yield
 
-    def __init__(self, core, store):
-        self.core, self.store = core, store
-        self.results = None  # of the block that runs, outside of `use` None
-        self.recording = False
 
-    @contextlib.contextmanager
-    def use(self, results, recording, numbers):
-        """Around the block; numbers: a context of `generators.replay`."""
-        self.results, self.recording = results, recording
-        try:
-            with numbers:
-                yield
-        finally:
-            self.results = None
+class EagerAttention:
+    """attn.core outside of compiled graphs, which could write into what it has returned."""
+
+    def __init__(self, core):
+        self.core = core
 
     @torch.compiler.disable
-    def __call__(self, q, k, v, backend, dropout=0.0):
-        if self.results is None or dropout:  # an edit's; it is drawn again as the block runs again
-            return self.core(q, k, v, backend, dropout)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
-        if not q.is_cuda and q.size(1) != k.size(1):  # the CPU's operator has no grouped heads
-            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        return AttentionOnce.apply(q, k, v, backend, self)
+    def __call__(self, *inputs, **named):
+        return self.core(*inputs, **named)
 
 
-class AttentionOnce(torch.autograd.Function):
-    """Attention without dropout, computed once; saves q, k and v: its results are kept apart."""
+class AttentionOnce(TorchDispatchMode):
+    """Around a block: `results` gets those of its attention, or, `again`, are taken from there."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, backend, attention):
-        store = attention.store
-        ctx.save_for_backward(q, k, v)
-        ctx.backend, ctx.store = backend, store
-        if attention.recording:
-            out, lse, *small = attention_results(q, k, v, backend)
-            ctx.result = [store.keep(out), store.keep(lse), *small]
-            attention.results.append(ctx.result)
-        else:
-            ctx.result = attention.results.pop(0)
-            out = store.get(ctx.result[0])
-        return out.detach()  # another tensor than the kept one, which must not hold this graph
+    def __init__(self, store, results, again):
+        super().__init__()
+        self.store, self.results, self.again = store, results, again
 
-    @staticmethod
-    def backward(ctx, dy):
-        aten = torch.ops.aten
-        q, k, v = ctx.saved_tensors
-        out, lse, *small = ctx.result
-        out, lse = ctx.store.get(out), ctx.store.get(lse)
-        ctx.result.clear()  # autograd frees what a function saved, but not what ctx refers to
-        if dy.stride() != out.stride():  # see fast/gradients.py
-            dy = torch.empty_like(out).copy_(dy)
-        inputs = dy, q, k, v, out, lse
-        if not q.is_cuda:
-            return (
-                *aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True),
-                None,
-                None,
-            )
-        *lengths, seed, offset = small
-        if ctx.backend == "cudnn":
-            backward = aten._scaled_dot_product_cudnn_attention_backward
-            return *backward(*inputs, seed, offset, None, *lengths, 0.0, True), None, None
-        backward = aten._scaled_dot_product_flash_attention_backward
-        return *backward(*inputs, *lengths, 0.0, True, seed, offset), None, None
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # else nothing would be compiled within it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in ATTENTION and self.again:
+            out, lse, *small = self.results.pop(0)
+            return self.store.get(out), self.store.get(lse), *small
+        found = function(*args, **(kwargs or {}))
+        if function in ATTENTION:
+            out, lse, *small = found
+            # detached: what is returned will hold the graph
+            kept = [self.store.keep(x.detach()) for x in (out, lse)]
+            self.results.append(kept + small)
+        return found
 
 
-def attention_results(q, k, v, backend):
-    """(output, logsumexp and whatever else the backward takes) of causal attention."""
-    aten = torch.ops.aten
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    if backend == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:8]
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
+def always(*_, **__):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+RECOMPUTE_ALL = {}  # options of a compiled checkpoint
+if torch.__version__ < "2.12":  # which keeps what an autograd.Function saves (pull request 177396)
+    RECOMPUTE_ALL["context_fn"] = functools.partial(create_selective_checkpoint_contexts, always)
 
 
 class RecomputedMLP:

@@ -4,65 +4,18 @@ The host needs tens of microseconds to launch a kernel. Where a micro-batch or a
 the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
-import contextlib
 import dataclasses
 import gc
-import itertools
-import statistics
-import time
 import warnings
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-import fast
-from scale import edits, parallel
-from settings import conflicts
+from scale import parallel
 from system.errors import UserError
 
-EAGER_STEPS = 3  # steps before the capture, in which all is compiled, timed and allocated
-TRIAL = 7  # micro-steps timed with "auto", after EAGER_STEPS of them
-# part of a micro-step's time beyond its launch, below which the GPU has waited for the host
-AHEAD = 0.05
-
-
-def choose(cfg, world, micro_step, model):
-    """(GraphedMicroStep or None, rows of the start-up summary): as set, or by a trial if "auto"."""
-    if cfg.cuda_graph is True:
-        return GraphedMicroStep(micro_step, model, cfg.reduce_dtype), []
-    found = conflicts(dataclasses.replace(cfg, cuda_graph=True), world.size)
-    against = [line for line in found if "cuda_graph" in line]
-    if world.device.type != "cuda":
-        against.append("it needs a CUDA device")
-    if against:
-        return None, [("cuda graph", f"no ({against[0]})")]
-    graph = GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
-    rows = cfg.loader_rows(world.size)  # of the smallest micro-batch
-    with as_before(model):
-        launched, total = graph.trial((rows, cfg.block_size), cfg.vocab_size)
-    model.zero_grad()
-    if cfg.precision == "fp8":
-        fast.fp8.reset(model)
-    torch.cuda.empty_cache()  # what the trial took of another stream's memory
-    why = f"the host takes {launched * 1e3:.1f} of a micro-step's {total * 1e3:.1f} ms to launch it"
-    if launched == 0:
-        why = "it waits for the GPU, as with .item()"
-    gpu_waits = launched > (1 - AHEAD) * total
-    if any(parallel.gather_objects(gpu_waits)):
-        return graph, [("cuda graph", f"yes ({why})")]
-    return None, [("cuda graph", f"no ({why})")]
-
-
-@contextlib.contextmanager
-def as_before(model):
-    """Restores a model's buffers, such as an edit's counter, at its end."""
-    before = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            before.append((module, name, buffer, buffer.clone()))
-    yield
-    for module, name, buffer, value in before:
-        setattr(module, name, buffer.copy_(value))
+EAGER_STEPS = 3  # steps before the capture, in which all is compiled and allocated
 
 
 @dataclasses.dataclass
@@ -112,7 +65,7 @@ class GraphedMicroStep:
             self.steps += 1
         self.fill_batch(x, y)
         if self.steps <= EAGER_STEPS:
-            sums = self.run_eagerly()
+            sums = self.launch()
         else:
             sums = self.replay("writes gradients" if begins_step else "adds to them")
         if average and dist.is_initialized():
@@ -132,9 +85,11 @@ class GraphedMicroStep:
         if not self.captured:
             return
         parallel.refuse_changes(self.model)
-        for name in edits.changed_numbers(self.numbers):
-            what = f"cuda_graph=True replays the {name} of the capture, which has changed since"
-            raise UserError(f"{what}; make it a tensor that is filled in place, or leave it out")
+        for name, value in numbers(self.model).items():
+            if self.numbers.get(name, value) != value:
+                what = f"replays the {name} of the capture, which has changed since"
+                advice = "make it a tensor that is filled in place, or leave it out"
+                raise UserError(f"cuda_graph=True {what}; {advice}")
 
     def fill_batch(self, x, y):
         for own, given in zip(self.batch, (x, y)):
@@ -144,32 +99,7 @@ class GraphedMicroStep:
                 raise UserError(f"{what}; leave it out")
             own.copy_(given, non_blocking=True)
 
-    def trial(self, shape, vocab_size):
-        """(seconds in which the host launches a micro-step, seconds that it takes), as timed.
-
-        shape: (B, T) of a batch. They are medians over consecutive micro-steps: where other
-        processes start beside it, single ones took seconds. The first is 0 for a micro-step that
-        waits for the GPU. The random state stays as it was.
-        """
-        with torch.random.fork_rng([self.device]):
-            self.batch = [torch.randint(vocab_size, shape, device=self.device) for _ in range(2)]
-            for _ in range(EAGER_STEPS):
-                self.run_eagerly()
-            waited = waits(self.run_eagerly)
-            clock = [parallel.synchronize(self.device)]
-            moments = [parallel.Moment(self.device)]
-            for _ in range(TRIAL):
-                self.run_eagerly()
-                clock.append(time.perf_counter())
-                moments.append(parallel.Moment(self.device))
-            parallel.synchronize(self.device)
-        self.batch = None
-        launches = [after - before for before, after in itertools.pairwise(clock)]
-        totals = [after.since(before) for before, after in itertools.pairwise(moments)]
-        launched = 0 if waited else statistics.median(launches)
-        return launched, statistics.median(totals)
-
-    def run_eagerly(self):
+    def launch(self):
         """Runs the micro-step on the capture's stream, whose workspaces then exist before it."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
@@ -180,20 +110,39 @@ class GraphedMicroStep:
 
     def replay(self, kind):
         """The sums of the graph of a kind, which is captured first where there is none."""
+        launched = None
+        if not self.captured:  # later the graph holds the memory that launched kernels would need
+            launched = self.launch_apart()
         if kind not in self.captured:
-            self.numbers = edits.numbers(self.model)
-            graph, sums = self.capture()
-            grads = {p: p.grad for p in self.parameters if p.grad is not None}
-            self.captured[kind] = Captured(graph, sums, grads)
+            self.captured[kind] = self.capture()
         captured = self.captured[kind]
         captured.graph.replay()
         for parameter, grad in captured.grads.items():
             parameter.grad = grad
+        if launched is not None:
+            replayed = torch.stack(captured.sums)
+            if not torch.allclose(launched, replayed, rtol=1e-4, equal_nan=True):
+                found = f"{replayed.tolist()} instead of {launched.tolist()}"
+                what = f"a replay gives other sums than the launched micro-step, {found}"
+                hint = "does model.py count, or draw from Python's random numbers? leave it out"
+                raise UserError(f"cuda_graph=True: {what}; {hint}")
         return captured.sums
 
+    def launch_apart(self):
+        """The sums of a launched micro-step; model and generators stay as they were."""
+        buffers = list(self.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        with torch.random.fork_rng([self.device]):
+            sums = torch.stack(self.launch())
+        for buffer, value in zip(buffers, before):
+            buffer.copy_(value)
+        self.model.zero_grad()
+        return sums
+
     def capture(self):
-        """(the graph, its sums); nothing is computed yet. Both graphs use the same memory."""
+        """Captured, of which nothing is computed yet; all graphs use the same memory."""
         gc.collect()  # a graph that is freed during the capture would end it
+        self.numbers = numbers(self.model)
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self.captured.values()), None)
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
@@ -210,19 +159,29 @@ class GraphedMicroStep:
             raise UserError(
                 f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
             ) from cause
-        return graph, sums
+        grads = {p: p.grad for p in self.parameters if p.grad is not None}
+        return Captured(graph, sums, grads)
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it, in one tensor for each dtype."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         for dtype in dict.fromkeys(g.dtype for g in grads):
             own = [g for g in grads if g.dtype == dtype]
-            sizes = [g.numel() for g in own]
-            flat = own[0].new_empty(sum(sizes), dtype=torch.bfloat16 if self.in_bf16 else dtype)
-            parts = [part.view_as(g) for part, g in zip(flat.split(sizes), own)]
-            torch._foreach_copy_(parts, own)
+            flat = _flatten_dense_tensors(own)
+            if self.in_bf16:
+                flat = flat.bfloat16()
             dist.all_reduce(flat.div_(dist.get_world_size()))
-            torch._foreach_copy_(own, parts)
+            torch._foreach_copy_(own, _unflatten_dense_tensors(flat, own))
+
+
+def numbers(model):
+    """{name: value} of the attributes of its modules that are numbers."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                found[f"{prefix}.{name}".removeprefix(".")] = value
+    return found
 
 
 def waits(function, *arguments):
@@ -249,5 +208,6 @@ def stream(device):
     What adds to gradients runs on the stream of the first forward.
     """
     if device.type != "cuda":
-        raise UserError(f"cuda_graph=True needs a CUDA device, this is {device.type}; leave it out")
+        what = f"cuda_graph=True needs a CUDA device, this is {device.type}"
+        raise UserError(f"{what}; try --cuda_graph=False")
     return torch.cuda.Stream(device)

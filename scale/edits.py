@@ -77,25 +77,5 @@ def lost_attributes(module):
     return wrong
 
 
-def numbers(model):
-    """{name: (the module's __dict__, its key there, the value)} of attributes that are numbers."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if type(value) in (int, float):
-                found[f"{prefix}.{name}".removeprefix(".")] = vars(module), name, value
-    return found
-
-
-def changed_numbers(before):
-    """Names of `numbers` that have other values now."""
-    found = []
-    for name, (attributes, own, value) in before.items():
-        now = attributes.get(own)
-        if type(now) in (int, float) and now != value:
-            found.append(name)
-    return found
-
-
 def storage_of(tensor):
     return tensor.untyped_storage()._cdata

@@ -29,21 +29,16 @@ def states(device):
 
 
 def restore(found, device):
-    """Sets the generators as `states` found them.
-
-    One that `found` lacks, as in older checkpoints, stays.
-    """
+    """Sets the generators as `states` found them."""
     torch.set_rng_state(found["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(found["cuda"], device)
-    if "numpy" in found:
-        *words, position, has_gauss, gauss = found["numpy"].tolist()
-        words = np.array(words, dtype=np.uint32)
-        np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
-    if "python" in found:
-        *words, has_gauss, gauss = found["python"].tolist()
-        words = tuple(int(word) for word in words)
-        random.setstate((3, words, gauss if has_gauss else None))
+    *words, position, has_gauss, gauss = found["numpy"].tolist()
+    words = np.array(words, dtype=np.uint32)
+    np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
+    *words, has_gauss, gauss = found["python"].tolist()
+    words = tuple(int(word) for word in words)
+    random.setstate((3, words, gauss if has_gauss else None))
 
 
 @contextlib.contextmanager

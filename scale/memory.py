@@ -19,6 +19,10 @@ MARGIN = 0.1
 CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
 # from so many bytes on, an offloaded activation's host memory is no power of two
 PINNED_EXACTLY = 2**26
+LESS = (
+    "--remat=selective or block, --optimizer=adamw8bit --weights=bf16 or --parallel=fsdp; "
+    "`python bench.py memory` lists what fits"
+)
 # the blocks of one unit of FSDP2 take up to this in 16 bits; 0: a block a unit
 UNIT_MIB = 100
 
@@ -52,7 +56,7 @@ def estimate(cfg, ranks):
     elif cfg.offload_states and cfg.parallel == "hsdp":
         # added up on the GPU until the last micro-step
         backward["gradients"] = reduced_bytes(cfg) * total / shards
-    elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph is True):
+    elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
     backward["gathered"] = gathered_bytes(cfg, shards) if sharded else 0
@@ -256,8 +260,11 @@ def power_of_two(size):
     return 2 ** (size - 1).bit_length()
 
 
-def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
-    """The largest batch_size, or `name`, whose estimate is within `budget` bytes; 0: none is."""
+def largest(cfg, ranks, budget, name, step=1):
+    """The largest value of a setting, a multiple of step, whose estimate is within `budget` bytes.
+
+    0: none is.
+    """
 
     def too_large(n):
         return total_bytes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
@@ -265,64 +272,63 @@ def largest_batch(cfg, ranks, budget, name="batch_size", step=1):
     return step * bisect.bisect_left(range(1, 2**20), True, key=too_large)
 
 
-def longest_row(cfg, ranks, budget):
-    """The largest block_size, in steps of 1,024 a rank, that fits with batch_size=1; 0: none."""
-    one_row = dataclasses.replace(cfg, batch_size=1)
-    return largest_batch(one_row, ranks, budget, "block_size", 1024 * cfg.context_parallel)
+def choose(cfg, ranks, free):
+    """(cfg with each "auto" of batch_size and remat_every resolved, {setting: reason}).
 
-
-def fits(cfg, ranks, free):
-    """Whether the estimate and MARGIN are within `free` bytes."""
-    return (1 + MARGIN) * total_bytes(cfg, ranks) <= free
-
-
-def choose_batch(cfg, ranks, free):
-    """(batch_size, reason) for auto: the largest divisor of a rank's rows in a step that fits.
-
-    free: bytes of a GPU; None: no GPU, where a micro-batch has up to CPU_TOKENS. Raises UserError.
+    free: bytes of a GPU; None: no GPU. Raises UserError.
     """
-    rows = cfg.batch_tokens // cfg.row_tokens(ranks)
-    choices = [dataclasses.replace(cfg, batch_size=n) for n in range(rows, 0, -1) if rows % n == 0]
-    choices = [choice for choice in choices if not not_divisible(choice, ranks)]
-    which = f"the largest divisor of a rank's {rows:,} rows a step"
+    reasons = {}
+    unknown = not_estimated(cfg)
+    if cfg.batch_size == "auto":  # with all blocks under remat, if it is chosen for how many
+        if unknown and free is not None:
+            raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
+        rows = cfg.batch_tokens // cfg.row_tokens(ranks)
+        divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
+        chosen = first_that_fits(cfg, "batch_size", divisors, ranks, free)
+        if chosen is None:
+            one_row = dataclasses.replace(cfg, batch_size=1)
+            why = f"one row takes {needs(one_row, ranks, free)}"
+            raise UserError(f"batch_size=auto: {why}; try {LESS}")
+        cfg = chosen
+        which = f"the largest divisor of a rank's {rows:,} rows a step that fits"
+        reasons["batch_size"] = f"{which}: {needs(cfg, ranks, free)}"
+    if cfg.remat_every == "auto":
+        every = [cfg.n_layer / count for count in range(1, cfg.n_layer + 1)]
+        why = "the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
+        chosen = None
+        if free is not None and not unknown:
+            chosen = first_that_fits(cfg, "remat_every", every, ranks, free)
+            why = needs(chosen or cfg, ranks, free)
+        cfg = chosen or dataclasses.replace(cfg, remat_every=1.0)
+        count = len(recomputed_blocks(cfg, cfg.n_layer))
+        reasons["remat_every"] = f"{count} of {cfg.n_layer} blocks: {why}"
+    return cfg, reasons
+
+
+def first_that_fits(cfg, name, values, ranks, free):
+    """cfg with the first of a setting's values that fits, None where none does.
+
+    On a GPU by the estimate and MARGIN, which must be within `free` bytes; else by CPU_TOKENS.
+    """
+    for value in values:
+        choice = dataclasses.replace(cfg, **{name: value})
+        if not_divisible(choice, ranks):
+            continue
+        if free is None:
+            fits = choice.rank_tokens <= CPU_TOKENS or choice.batch_size == 1
+        else:
+            fits = (1 + MARGIN) * total_bytes(choice, ranks) <= free
+        if fits:
+            return choice
+    return None
+
+
+def needs(cfg, ranks, free):
+    """What was compared with what."""
     if free is None:
-        small = [choice for choice in choices if choice.rank_tokens <= CPU_TOKENS] or choices[-1:]
-        why = f"{which} with up to {CPU_TOKENS:,} tokens; memory is counted of CUDA devices alone"
-        return small[0].batch_size, why
-    if unknown := not_estimated(cfg):
-        raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
-    for choice in choices:
-        size = f"{total_bytes(choice, ranks) / GIB:.1f} GiB by estimate and {MARGIN:.0%} more"
-        if fits(choice, ranks, free):
-            return choice.batch_size, f"{which} that fits: {size} of {free / GIB:.1f} free"
-    advice = "--parallel=fsdp on more GPUs or with --offload_states"
-    if cfg.weights == "fp32":
-        advice = f"--optimizer=adamw8bit --weights=bf16, or {advice}"
-    for kind in ("block", "attention", "selective"):  # what costs least comes last
-        if fits(dataclasses.replace(choice, remat=kind), ranks, free):
-            advice = f"--remat={kind}"
-    raise UserError(
-        f"batch_size=auto: one row takes {size}, {free / GIB:.1f} GiB are free; try {advice}"
-    )
-
-
-def choose_remat(cfg, ranks, free):
-    """(remat_every, reason) for auto: as few blocks are computed again as memory allows.
-
-    free: bytes of a GPU; None: no GPU, where it is every block.
-    """
-    if free is None or not_estimated(cfg):
-        return (
-            1.0,
-            "every block: the arithmetic is for bf16 and fp8 on CUDA devices, with the fused "
-            "kernels",
-        )
-    for blocks in range(1, cfg.n_layer + 1):
-        chosen = dataclasses.replace(cfg, remat_every=cfg.n_layer / blocks)
-        if fits(chosen, ranks, free):
-            break
-    size = f"{total_bytes(chosen, ranks) / GIB:.1f} GiB by estimate of {free / GIB:.1f} free"
-    return chosen.remat_every, f"{blocks} of {cfg.n_layer} blocks: {size}"
+        return f"up to {CPU_TOKENS:,} tokens, as memory is counted of CUDA devices alone"
+    size = total_bytes(cfg, ranks) / GIB
+    return f"{size:.1f} GiB by estimate and {MARGIN:.0%} more of {free / GIB:.1f} free"
 
 
 def describe(cfg, ranks, parameters=None, optimizer=None):
@@ -379,8 +385,4 @@ def advice(cfg, ranks, budget):
     why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
     if need < 0.9 * budget and not not_estimated(cfg):
         why += " (is another process on it? see nvidia-smi)"
-    remat = "--remat=selective" if cfg.remat == "none" else "--remat=block"
-    states = "--optimizer=adamw8bit --weights=bf16"
-    if ranks > 1 and cfg.parallel == "ddp":
-        states = "--parallel=fsdp"
-    return f"out of memory: {why}; try a smaller --batch_size, {remat} or {states}"
+    return f"out of memory: {why}; try a smaller --batch_size, or {LESS}"

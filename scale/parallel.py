@@ -8,15 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d, fsdp, rendezvous
+from torch.distributed import fsdp, rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale.shards import copy_into, local
 from system.errors import UserError, launched, this_rank, warn
-
-# seconds from timeout_s until NCCL ends the process; the run reports a hang before that
-NCCL_LATER = 10
 
 
 class World(NamedTuple):
@@ -93,7 +90,7 @@ def join_group(backend, world, timeout_s):
         rank=world.rank,
         world_size=world.size,
         device_id=world.device if world.device.type == "cuda" else None,  # NCCL then connects now
-        timeout=time_limit(timeout_s, backend),
+        timeout=time_limit(timeout_s),
     )
 
 
@@ -102,12 +99,8 @@ def check_backend(store, rank, backend):
     if rank == 0:
         store.set("backend", backend)
     elif (first := store.get("backend").decode()) != backend:
-        words = f"rank {rank} joins over {backend}, rank 0 over {first}"
-        error = UserError(
-            f"{words}: it has another device, or another --device or --offload_states"
-        )
-        error.loud = True  # the other ranks do not know of it
-        raise error
+        words = f"it joins over {backend}, rank 0 over {first}"
+        raise UserError(f"{words}: another device, or another --device or --offload_states")
 
 
 def pick_device(name):
@@ -136,15 +129,8 @@ def stop():
         dist.destroy_process_group()
 
 
-def store_connection():
-    """A thread's own connection to the process group's store; None without ranks."""
-    return distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
-
-
-def time_limit(timeout_s, backend=None):
-    """After how long a collective of a backend, None: of the run's, fails."""
-    if "nccl" in (backend or dist.get_backend_config()):
-        timeout_s += NCCL_LATER
+def time_limit(timeout_s):
+    """After how long a collective fails."""
     return timedelta(seconds=timeout_s)
 
 
@@ -269,6 +255,15 @@ def sum_over_ranks(tensor):
     return tensor
 
 
+def max_over_ranks(number, device):
+    """The largest integer of any rank; waits for `device`, that of the ranks."""
+    if not dist.is_initialized():  # which need not wait for the device
+        return number
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
 def not_finite(loss, norm):
     """A tensor: 1.0 if the loss or the gradients' norm of any rank is not finite, else 0.0."""
     return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
@@ -290,13 +285,6 @@ def all_finite(tensors, device):
             tops.append(torch.linalg.vector_norm(own, float("inf")).to(tops[0]))
     top = torch.stack(tops).max()
     return not not_finite(top, top).item()
-
-
-def all_zero(model):
-    """Names of the trained parameters that are zero on all ranks; waits for the device."""
-    trained = {name: local(p) for name, p in model.named_parameters() if p.requires_grad}
-    counts = sum_over_ranks(torch.stack([rows.count_nonzero() for rows in trained.values()]))
-    return [name for name, count in zip(trained, counts.tolist()) if count == 0]
 
 
 def rank_and_size():

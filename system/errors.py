@@ -1,13 +1,11 @@
 """How a process ends: with one line and an exit code, on every rank.
 
-The console is here too; it ends no process. Every script calls `start` before its large imports,
-through configurator.parse, and then `run`. Imports nothing of this repository.
+Every script calls `start` before its large imports, through configurator.parse, and then `run`.
+Imports nothing of this repository.
 """
 
-import atexit
 import contextlib
 import faulthandler
-import io
 import json
 import os
 import re
@@ -15,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +26,14 @@ if sys.platform == "win32":  # which lacks what is imported from here on: resour
     sys.exit(2)
 import resource  # noqa: E402
 
+WAIT = 5  # s that an error waits for another rank to tell the same one, or its cause
+
 
 class UserError(Exception):
     """Mistakes that the user can correct, a line each: printed without a traceback."""
 
     exit_code = 2  # a subclass may have its own
-    loud = None  # whether this process prints it; None: rank 0 does
+    follows = False  # whether another rank has ended before, which tells the cause
 
     def __str__(self):
         return "; ".join(map(str, self.args))
@@ -69,20 +71,12 @@ def launched():
     return bool(os.environ.get("RANK"))
 
 
-def under_torchrun():
-    """Whether torchrun waits for this process, and ends the others after it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def this_rank():
-    """The Rank of this process, known before a process group exists. Raises UserError."""
+    """The Rank of this process, known before a process group exists."""
     if not launched():
         return Rank()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    words = {name: os.environ.get(name) or str(least) for name, least in zip(names, Rank())}
-    if wrong := [f"{name}={word}" for name, word in words.items() if not word.isdecimal()]:
-        raise UserError(f"environment: {' '.join(wrong)}: expected numbers, as torchrun sets them")
-    return Rank(*map(int, words.values()))
+    return Rank(*(int(os.environ.get(name) or least) for name, least in zip(names, Rank())))
 
 
 def is_rank_0():
@@ -92,48 +86,7 @@ def is_rank_0():
 
 # -- the console
 
-
-class Console(io.TextIOWrapper):
-    """stdout or stderr, which ends no run: what it cannot write is lost.
-
-    `lost` is its last error. The stream may be closed, on a full disk, or a pipe that nobody reads.
-    What its encoding lacks is escaped.
-    """
-
-    lost = None
-
-    def __init__(self, stream):
-        encoding = stream.encoding
-        super().__init__(stream.detach(), encoding, errors="backslashreplace", line_buffering=True)
-
-    def write(self, text):
-        with self._losing():
-            super().write(text)
-        return len(text)
-
-    def flush(self):
-        with self._losing():
-            super().flush()
-
-    @contextlib.contextmanager
-    def _losing(self):
-        try:
-            yield
-        except (OSError, ValueError) as error:  # ValueError: it was closed by code
-            self.lost = error
-
-
-def say(*words, sep=" ", end="\n"):
-    """Prints what a script is for.
-
-    The script ends where nobody reads it (`| head`) or it cannot be written.
-    """
-    print(*words, sep=sep, end=end, flush=True)
-    lost = getattr(sys.stdout, "lost", None)
-    if isinstance(lost, BrokenPipeError):
-        raise lost
-    if lost:
-        raise UserError(f"stdout cannot be written ({getattr(lost, 'strerror', lost)})")
+say = partial(print, flush=True)  # what a script is for
 
 
 def warn(words):
@@ -142,148 +95,96 @@ def warn(words):
         print(f"warning: {words}", file=sys.stderr)
 
 
-def open_closed():
-    """Opens stdin, stdout and stderr as the null device where they were closed at the start (2>&-).
-
-    Else files of the run would get their numbers, and C code would print into them.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the closed one
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, closefd=False))
-
-
 # -- the start and the end
 
 
 def start():
-    """Prepares a process for its end.
-
-    That is: its consoles, Ctrl-C in the imports, the death of torchrun, the limit on open files.
-    """
-    open_closed()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, stop_imports)  # `run` sets it back
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):
-            console = Console(stream)
-            setattr(sys, name, console)
-            setattr(sys, f"__{name}__", console)
-    if under_torchrun():
-        leave_with_torchrun()  # whose thread prints
-    with in_one_line():
-        allow_open_files()
-    if launched():  # for an end that is not by `leave`, which skips atexit's functions
-        atexit.register(leave_as_error)
+    """Prepares a process: its consoles, its open files and the death of torchrun."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 10_000  # macOS allows no more
+    if soft < hard:  # a shard takes one file, its mask another
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=leave_with, args=[os.getppid()], daemon=True).start()
 
 
-def allow_open_files():
-    """Raises the limit on open files; UserError if it cannot be raised to what a run needs."""
-    # no limit, which is -1, becomes a large number
-    soft, hard = (limit % 2**63 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    if hard < 64:
-        raise UserError(f"{hard} files may be open at a time, a run needs 64; try ulimit -n 1024")
-    most = min(10_000, hard)  # a shard takes one, its mask another
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+def leave_with(torchrun):
+    """Ends this process within a second after its parent, also where it waits for other ranks."""
+    while os.getppid() == torchrun:
+        time.sleep(1)
+    try:
+        print("torchrun is gone", file=sys.stderr)
+    finally:
+        os._exit(1)
 
 
 def run(main, cfg):
     """Runs main(cfg), which may return an exit code, and ends the process."""
-    if signal.getsignal(signal.SIGINT) is stop_imports:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     with in_one_line():
-        code = main(cfg)
-    leave(code or 0)
+        leave(main(cfg) or 0)
 
 
 @contextlib.contextmanager
 def in_one_line():
-    """Turns a UserError into lines on one rank's stderr and an exit code.
-
-    Under torchrun it also becomes a message in torchrun's report.
-    """
+    """Ends the process at an error: at a UserError in a line for each mistake, and its code."""
     try:
         yield
     except BrokenPipeError:  # | head
-        leave(141)
+        os._exit(141)
     except KeyboardInterrupt:
-        say_stopped()
-        leave(130)
+        stop()
     except UserError as error:
-        loud = is_rank_0() if error.loud is None else error.loud
-        if loud:
-            print(*(f"error: {problem}" for problem in error.args), sep="\n", file=sys.stderr)
-        elif error.loud is None and under_torchrun():
-            time.sleep(10)  # once this process ends, torchrun ends rank 0
-        leave(error.exit_code, str(error))
+        fail(error.args, error.exit_code, error.follows)
+    except (Exception, SystemExit):
+        if not launched():
+            raise
+        fail([traceback.format_exc()], code=1)
 
 
-def leave(code, message=None, at_once=False):
-    """Ends the process, a rank without Python's shutdown; message: what torchrun prints of it."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if message and report:
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+def fail(problems, code, follows=False):
+    """Prints problems, which torchrun's report has too, and ends the process.
+
+    Rank 0 does so at once. Another rank waits first, as does one whose error `follows` from the
+    end of another: what all have is told once, since torchrun then ends those that wait.
+    """
+    rank, _, local_rank, _ = this_rank()
+    words = "\n".join(map(str, problems))
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # a full disk
-            Path(report).write_text(json.dumps({"message": words}))
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        # Python's own flush at the end, which would raise, then goes nowhere
-        if getattr(stream, "lost", None):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if at_once or launched():
-        # in Python's shutdown a DDP model may wait for gloo's threads, which wait for Python
+            Path(report).write_text(json.dumps({"message": message}))
+    if launched() and (rank or follows):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(WAIT + local_rank / 4)  # torchrun looks every 0.1 s
+    for problem in problems:
+        print("error:", f"rank {rank}: {problem}" if rank else problem, file=sys.stderr)
+    leave(code)
+
+
+def leave(code):
+    """Ends the process, a rank without Python's shutdown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launched():  # there a DDP model may wait for gloo's threads, which wait for Python
         os._exit(code)
     sys.exit(code)
 
 
-def leave_as_error():
-    """Ends a rank that has ended by itself, so that torchrun ends the others."""
-    why = f"rank {this_rank().rank} has ended by sys.exit or by an error outside the run"
-    print(f"error: {why}", file=sys.stderr)
-    leave(1, why)
-
-
-def leave_with_torchrun():
-    """Ends this process, if it is a rank, within a second after torchrun was killed.
-
-    It does so from the imports on.
-    """
-    parent = os.getppid()
-    with contextlib.suppress(OSError):  # Linux alone has /proc
-        process = Path(f"/proc/{parent}")  # another one's maps may not be read
-        is_python = b"python" in (process / "cmdline").read_bytes()
-        is_torchrun = is_python and b"libtorch" in (process / "maps").read_bytes()
-        if os.getsid(0) == os.getpid() and not is_torchrun:
-            parent = None  # torchrun, which starts a rank in a new session, was killed before
-
-    def wait():
-        while os.getppid() == parent:
-            time.sleep(1)
-        print("torchrun is gone", file=sys.stderr)
-        leave(1, "torchrun is gone", at_once=True)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def say_stopped():
+def stop():
+    """Ends the process after Ctrl-C."""
     if is_rank_0():
         print("\nstopped by SIGINT", file=sys.stderr)
-
-
-def stop_imports(*_):
-    """A handler of SIGINT while code is imported: a KeyboardInterrupt may be lost there."""
-    say_stopped()
-    leave(130, at_once=True)
+    leave(130)
 
 
 def explain(kind, error, trace):
     """Prints an uncaught error, in one line Ctrl-C and a missing package of requirements.txt."""
     if kind is KeyboardInterrupt:
-        stop_imports()
+        stop()
     if kind is ModuleNotFoundError:
         needed = (Path(__file__).parent.parent / "requirements.txt").read_text()
         if re.search(rf"^{error.name}\b", needed, re.MULTILINE):

@@ -77,15 +77,13 @@ def no_link(path, flags):
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
-class Lock(contextlib.ExitStack):
-    """The lock (flock) of the one run that may write in out_dir.
+class Lock:
+    """The lock (flock) on out_dir/run.lock of the one run that may write in out_dir.
 
-    It is taken if out_dir exists, else by take(). It is on out_dir/run.lock, and on the folder
-    itself, where it also holds when the file is removed; NFS has no locks on folders.
+    It is taken if out_dir exists, else by take().
     """
 
     def __init__(self, out_dir):
-        super().__init__()
         self.folder = Path(out_dir)
         self.file = None
         if os.path.isdir(out_dir):  # False also for a name that is too long
@@ -98,25 +96,25 @@ class Lock(contextlib.ExitStack):
         with writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / "run.lock"
-            file = self.enter_context(open(path, "a+", errors="replace", opener=no_link))
-            folder = os.open(self.folder, os.O_RDONLY)
-            self.callback(os.close, folder)
-            failed = []
-            for lock in (file, folder):
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    file.seek(0)
-                    holder = " ".join(file.read(200).split()) or "another process"
-                    words = f"{holder}; wait for its end, stop it, or give another --out_dir"
-                    raise UserError(f"out_dir={self.folder} is in use by a run: {words}") from None
-                except OSError as error:
-                    failed.append(error)
-            if len(failed) == 2:
-                warn(f"{path}: {failed[0].strerror}: a second run is not refused")
+            file = open(path, "a+", errors="replace", opener=no_link)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                words = f"{file.read(99)}; wait for its end, stop it, or give another --out_dir"
+                raise UserError(f"out_dir={self.folder} is in use by a run: {words}") from None
+            except OSError as error:  # a file system without locks
+                warn(f"{path}: {error.strerror}: a second run is not refused")
             file.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
         self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.file:
+            self.file.close()
 
 
 def digest(path):

@@ -75,19 +75,8 @@ def same_run(one, other, **bounds):
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
         assert a == pytest.approx(b, rel=4e-6) and len(a) > 2
-    same_norms(one, other)
     found, expected = (last_checkpoint(run)[0] for run in (other, one))
     alike(found, expected, initial_weights(one), **bounds)
-
-
-def same_norms(one, other):
-    """Asserts that two runs log the same RMS of matrices; the fourth digit may differ by one."""
-    a, b = ([line for line in read_log(run) if line["kind"] == "norms"] for run in (one, other))
-    b = {line["step"]: line for line in b}
-    for line in a:
-        for kind in ("weight", "gradient", "update"):
-            where = line["step"], kind
-            assert b[line["step"]][kind] == pytest.approx(line[kind], rel=2e-3), where
 
 
 def last_checkpoint(run):

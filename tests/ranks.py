@@ -186,7 +186,8 @@ def serve():
     names += " scale.activation_checkpointing scale.ddp scale.documents scale.fsdp compare"
     for module in names.split():
         importlib.import_module(module)
-    sys.modules["run.source"].check()  # an edit after this concerns no rank
+    sys.modules["run.source"].check()
+    sys.modules["run.source"].check = lambda: None  # an edit after this concerns no rank
     # a rank's collections would go through what is imported here, and so copy its memory
     gc.collect()
     gc.freeze()
@@ -239,9 +240,10 @@ def be_process(rank, request):
 def wait_for(pids, timeout, grace):
     """(exit codes, the first that is not 0).
 
-    Ranks over the time, or that outlive a failed one by `grace` seconds, are killed.
+    As from torchrun, ranks get SIGTERM once one has failed. Those over the time, or that outlive a
+    failed one by `grace` seconds, are killed.
     """
-    codes, first, deadline = {}, 0, time.monotonic() + timeout
+    codes, first, deadline, told_at = {}, 0, time.monotonic() + timeout, None
     while len(codes) < len(pids):
         for pid in (pid for pid in pids if pid not in codes):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -250,6 +252,11 @@ def wait_for(pids, timeout, grace):
                 kill(pid)  # what it has started and left
                 if codes[pid] and not first:
                     first, deadline = codes[pid], min(deadline, time.monotonic() + grace)
+                    told_at = time.monotonic() + 1  # torchrun needs 0.1 s
+        if told_at and time.monotonic() > told_at:
+            told_at = None
+            for pid in (pid for pid in pids if pid not in codes):
+                os.kill(pid, signal.SIGTERM)
         if time.monotonic() > deadline:
             for pid in (pid for pid in pids if pid not in codes):
                 kill(pid)

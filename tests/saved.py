@@ -48,6 +48,12 @@ def load_state(folder):
     return json.loads((folder / "state.json").read_text())
 
 
+def position(state):
+    """The loader's part of what `load_state` returns."""
+    leaves = state["leaves"].items()
+    return {name: value for name, value in leaves if name.startswith("loader/")}
+
+
 def best(out_dir):
     """best.json of a run: the step and score of its best checkpoint, the step last evaluated."""
     return checkpoint.read_best(out_dir)
@@ -87,6 +93,7 @@ def save(out_dir, step, tensors, state, keep_last=2):
     """
     state = {"config": {}} | state
     score = state.pop("val_loss", None)
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
     one = checkpoint.Saver(ONE, out_dir, keep_last)
     if best(out_dir).get("step", 0) < step:
         one.best = best(out_dir)

@@ -24,8 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import fast
 import model as models
-from fast import cublas, decode, forms, hopper, loss
-from scale import adamw8bit
+from fast import cublas, forms, hopper, loss
 from settings import GPTConfig
 
 GPT2 = dict(n_embd=768, n_head=12, vocab_size=50257)
@@ -65,13 +64,6 @@ def compiled(capability):
             for fp8 in (False, True)[: 1 + (capability >= 89)]:
                 step(shape, fp8)
         folded(capability)
-        weight = torch.nn.Parameter(torch.zeros(512, 1024))
-        weight.grad = torch.zeros_like(weight)
-        adamw8bit.update_torch = adamw8bit.update_triton
-        adamw8bit.AdamW8bit([weight], lr=1e-3).step()
-        # a token of Llama 3 8B in a cache for its longest text
-        q, kv = (torch.zeros(*n, 1, 128, dtype=torch.bfloat16) for n in ((1, 32), (2, 1, 8)))
-        decode.attention(q, *kv, kv.expand(2, 1, 8, 131072, 128), torch.tensor([0]))
         if capability >= 89:
             gather(torch.zeros(256, 512))
         if capability == 90:

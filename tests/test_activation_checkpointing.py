@@ -1,6 +1,5 @@
 """A model that recomputes parts of its forward has the same losses, bit for bit, and gradients."""
 
-import contextlib
 import gc
 import random
 
@@ -11,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from compare import LLAMA, error, gradients, with_gradients
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 import model as models
@@ -19,6 +19,7 @@ from run.build import compile_model
 from scale import activation_checkpointing, generators
 from scale.activation_offload import ActivationStore, host_like
 from settings import Config, GPTConfig
+from system.errors import UserError
 
 GROUPED = dict(n_kv_head=2, n_hidden=176, **LLAMA)
 
@@ -177,6 +178,33 @@ def test_what_is_kept():
     assert none - kept_bytes("selective") >= 4 * 512 * (352 + 176) * 4
 
 
+class Calls(TorchDispatchMode):
+    """Counts the attention that runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in activation_checkpointing.ATTENTION
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["block", "attention"])
+def test_attention_is_kept_or_runs_twice(kind):
+    model = build(kind=kind)
+    with Calls() as calls:
+        model(*batch())[0].backward()
+    assert calls.count == (6 if kind == "block" else 3)
+
+
+def test_a_block_without_fused_attention_is_refused():
+    model = build({})
+    for block in model.blocks:
+        block.attn.core = lambda q, k, v, *_: (q @ k.mT).softmax(-1) @ v
+    apply(model, "attention")
+    with pytest.raises(UserError, match="has called none"):
+        model(*batch())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("heads, T, D", [((4, 4), 128, 64), ((8, 2), 384, 128)])
@@ -187,18 +215,9 @@ def test_kept_attention(backend, heads, T, D):
     ours = lambda *qkv: kernels.attention(*qkv, backend)
     theirs = lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
     expected = ours(*(x.detach().requires_grad_() for x in qkv)).detach()
-    attention = activation_checkpointing.KeptAttention(kernels.attention, ActivationStore(False))
-    attention.store.begin_block()
-
-    def kept(*qkv):
-        results = []
-        # the recomputation reads the results, the backward frees them
-        for recording in (True, False):
-            with attention.use(results, recording, contextlib.nullcontext()):
-                y = attention(*qkv, backend)
-            assert torch.equal(y, expected)
-        return y
-
+    store = ActivationStore(False)
+    kept = activation_checkpointing.CheckpointedBlock(ours, store, keeps_attention=True)
+    assert torch.equal(kept(*(x.detach().requires_grad_() for x in qkv)), expected)
     for dy in (torch.randn_like(expected), torch.randn(expected.shape, **bf16)):
         exact = with_gradients(theirs, [x.float() for x in qkv], dy)
         for function in (kept, ours):

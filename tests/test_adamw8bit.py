@@ -1,15 +1,17 @@
-"""adamw8bit.py: codes, the kernel against plain PyTorch, runs against AdamW, weights in bf16."""
+"""adamw8bit.py: codes, one compiled kernel against plain PyTorch, AdamW, weights in bf16."""
 
 import pytest
 import saved
 import torch
-from compare import DEVICE, GPU, error, resumed_bitwise, runs_kernels
+from compare import error, resumed_bitwise
 from conftest import losses, train_here
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch.nn import Parameter
 
 import model as models
 from scale import adamw8bit, parallel
-from scale.adamw8bit import AdamW8bit, Factors
+from scale.adamw8bit import AdamW8bit
 from settings import Config
 
 # levels, whether small ones go to zero
@@ -18,12 +20,9 @@ OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 LOW = dict(optimizer="adamw8bit", weights="bf16")
 
 
-def bits(shape, count=adamw8bit.SHIFT):
-    return torch.randint(0, 2**count, shape, dtype=torch.int32)
-
-
 def round_trip(x, levels, to_zero):
-    codes, scale = adamw8bit.encoded(x, bits(x.shape), levels, to_zero)
+    noise = torch.randint(0, 2**adamw8bit.SHIFT, x.shape, dtype=torch.int32)
+    codes, scale = adamw8bit.encoded(x, noise, levels, to_zero)
     assert codes.min() >= 0 and codes.max() <= levels
     return adamw8bit.decoded(codes, scale, levels)
 
@@ -52,10 +51,7 @@ def test_the_smallest_go_to_zero_in_the_first_moment_alone():
 
 
 def test_rounding_is_right_in_the_mean():
-    """The mean of 20,000 draws is right within six standard errors.
-
-    The standard deviation of a draw is at most half the width of its step.
-    """
+    """Within six standard errors; the standard deviation of a draw is at most half its step."""
     torch.manual_seed(0)
     draws = 20_000
     x = torch.exp2(-20 * torch.rand(256))
@@ -66,18 +62,20 @@ def test_rounding_is_right_in_the_mean():
     above = x > 2.0**-15
     y = round_trip(x.expand(draws, 256), *V).double().mean(0)
     assert ((y - x).abs() < 6 * step / 2 / draws**0.5)[above].all()
-    w = torch.randn(256)
-    y = adamw8bit.rounded(w.expand(draws, 256), bits((draws, 256), 16), torch.bfloat16)
-    assert ((y.double().mean(0) - w).abs() < 6 * w.abs() * 2**-7 / 2 / draws**0.5).all()
-    assert torch.equal(adamw8bit.rounded(w, bits((256,), 16), torch.float32), w)
+    # a decay of 2^-11, beside 2^-8 between neighbours in bfloat16
+    w = Parameter(torch.ones(100, 512).bfloat16())
+    w.grad = torch.zeros_like(w)
+    AdamW8bit([w], lr=2.0**-11, weight_decay=1.0).step()
+    assert abs(w.double().mean() - (1 - 2.0**-11)) < 6 * 2.0**-9 / w.numel() ** 0.5
 
 
 def test_random_numbers_are_even_and_differ():
     """Means, variances and correlations of 65,536 numbers, within five standard errors."""
-    some = [
-        adamw8bit.noises(0, 64, 1024, adamw8bit.random_key(1, step, 0), "cpu") for step in (1, 2)
-    ]
-    flat = [n.flatten().double() / 2**b for noises in some for n, b in zip(noises, (20, 20, 16))]
+    first = adamw8bit.first_elements(torch.zeros(64, 1024))
+    flat = []
+    for step in (1, 2):
+        noises = adamw8bit.noises(first, adamw8bit.random_key(1, step, 0))
+        flat += [n.flatten().double() / 2**b for n, b in zip(noises, (20, 20, 16))]
     for n in flat:
         assert 0 <= n.min() and n.max() < 1
         assert abs(n.mean() - 0.5) < 5 * 12**-0.5 / 256
@@ -87,66 +85,38 @@ def test_random_numbers_are_even_and_differ():
     assert correlations.abs().max() < 5 / 256
 
 
-def tensors(rows, cols, dtype, device="cpu"):
-    """w, m, m_scale, v, v_scale"""
-    codes = torch.zeros(rows, cols, dtype=torch.uint8, device=device)
-    scales = torch.zeros(rows, -(-cols // adamw8bit.GROUP), device=device)
-    w = torch.randn(rows, cols, device=device).to(dtype)
-    return [w, codes, scales, codes.clone(), scales.clone()]
-
-
-def numbers(step, lr=1e-3, beta1=0.9, beta2=0.95, decay=0.1, eps=1e-8):
-    key = adamw8bit.random_key(0, step)
-    rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
-    rests = 1 - beta1, 1 - beta2
-    return key, Factors(1 - lr * decay, rate, beta1, rests[0], beta2, rests[1], root, eps)
-
-
-@runs_kernels
-@pytest.mark.device
-@pytest.mark.parametrize("rows, cols", [(4096, 14_336)] if GPU else [(7, 300), (9, 256), (20, 72)])
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernel_equals_plain_torch(rows, cols, dtype):
-    """Five steps with gradients of very different sizes are equal but for rounding.
-
-    A GPU approximates roots, and NumPy rounds otherwise.
-    """
-    pytest.importorskip("triton")
+def test_compiled_it_is_one_kernel_that_equals_plain_torch(dtype):
+    """Five steps with gradients of very different sizes are equal but for rounding."""
     torch.manual_seed(0)
-    own, differing = tensors(rows, cols, dtype, DEVICE), 1e-4 if GPU else 0
-    for step in range(1, 6):
-        other = [t.clone() for t in own]
-        g = torch.randn(rows, cols, device=DEVICE)
-        g = (g * torch.exp(4 * torch.randn(rows, cols, device=DEVICE))).to(dtype)
-        adamw8bit.update_torch(own[0], g, *own[1:], 3, *numbers(step))
-        adamw8bit.update_triton(other[0], g, *other[1:], 3, *numbers(step))
-        for a, b in zip(own[1:], other[1:]):
-            assert (a != b).float().mean() <= differing
-            # next to each other, or next to zero, whose sign is anyone's
-            if a.dtype == torch.uint8:
-                near, zero = (a.int() - b.int()).abs() <= 1, ((a & 127) <= 1) & ((b & 127) <= 1)
-                assert (near | zero).all()
-            else:
-                torch.testing.assert_close(a, b, rtol=1 / 8, atol=0)
-        tolerance = (
-            dict(rtol=2**-7, atol=1e-9) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-9)
-        )
-        torch.testing.assert_close(own[0], other[0], **tolerance)
-        assert (own[0] != other[0]).float().mean() <= (differing if dtype == torch.bfloat16 else 1)
-
-
-def test_rows_apart_are_as_together():
-    """A rank computes for its rows what one process computes for them."""
-    torch.manual_seed(0)
-    whole = tensors(10, 300, torch.bfloat16)
-    slices = slice(0, 4), slice(4, 10)
-    parts = [[t[rows].clone() for t in whole] for rows in slices]
-    for step in (1, 2):
-        g = torch.randn(10, 300).bfloat16()
-        adamw8bit.update_torch(whole[0], g, *whole[1:], 0, *numbers(step))
-        for rows, part in zip(slices, parts):
-            adamw8bit.update_torch(part[0], g[rows], *part[1:], rows.start, *numbers(step))
-    torch.testing.assert_close(whole, [torch.cat(pair) for pair in zip(*parts)], rtol=0, atol=0)
+    shapes = [(4096, 14_336), (300, 1600), (20_000, 4096)]  # the last in two parts
+    plain = [Parameter(torch.randn(*shape, device="cuda").to(dtype)) for shape in shapes]
+    coded = [Parameter(p.detach().clone()) for p in plain]
+    a, b = (AdamW8bit(p, 1e-3, **OPTIONS, compiled=p is coded) for p in (plain, coded))
+    counters.clear(), metrics.reset()
+    for _ in range(5):
+        for p, q in zip(plain, coded):
+            g = torch.randn_like(p, dtype=torch.float32)
+            p.grad = (g * torch.exp(4 * torch.randn_like(g))).to(dtype)
+            q.grad = p.grad.clone()
+            q.data.copy_(p)
+            for name, tensor in a.state[p].items():
+                b.state[q][name].copy_(tensor)
+        a.step(), b.step()
+        for p, q in zip(plain, coded):
+            if dtype == torch.bfloat16:
+                assert (p != q).float().mean() <= 1e-4
+            # rtol: of a weight that was rounded to its other neighbour
+            torch.testing.assert_close(p, q, rtol=2**-7 if p.itemsize == 2 else 1e-5, atol=1e-9)
+            for name, own in a.state[p].items():
+                other = b.state[q][name]
+                assert (own != other).float().mean() <= 1e-4
+                if own.dtype == torch.uint8:  # next to each other, or next to a zero of any sign
+                    near = (own.int() - other.int()).abs() <= 1
+                    assert (near | ((own & 127) <= 1) & ((other & 127) <= 1)).all()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert metrics.generated_kernel_count <= 1  # 0 where the compile cache had it
 
 
 def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers():
@@ -168,8 +138,9 @@ def test_small_tensors_are_torchs_adamw_and_bf16_ones_keep_their_float32_numbers
     assert torch.equal(half, plain.bfloat16()) and not torch.equal(half, start.bfloat16())
 
 
-def test_a_step_is_adamws_but_for_the_codes():
+def test_a_step_is_adamws_but_for_the_codes(monkeypatch):
     """The first step starts from moments of zero, so that only the weight has been rounded."""
+    monkeypatch.setattr(adamw8bit, "CHUNK", 100)  # of 160 groups, whose rows are padded
     torch.manual_seed(0)
     start, options = torch.randn(80, 300), dict(lr=1e-2, **OPTIONS)
     plain, coded = Parameter(start.clone()), Parameter(start.clone())
@@ -189,11 +160,10 @@ def test_runs_follow_adamws(data_dir, tmp_path):
     """100 steps on real text. Over eight seeds the mean losses were 2.921, 2.913, 2.919, +-0.03."""
     common = dict(max_steps=100, batch_tokens=128, lr=2e-3, save_interval=0, log_interval=100)
     runs = {"plain": {}, "8bit": dict(optimizer="adamw8bit"), "low": LOW}
-    logs = {
-        name: losses(train_here(data_dir, tmp_path / name, **common, **s))
-        for name, s in runs.items()
-    }
-    last = {name: sum(loss[step] for step in range(81, 101)) / 20 for name, loss in logs.items()}
+    last = {}
+    for name, settings in runs.items():
+        loss = losses(train_here(data_dir, tmp_path / name, **common, **settings))
+        last[name] = sum(loss[step] for step in range(81, 101)) / 20
     assert last["plain"] < 3.5
     assert all(loss == pytest.approx(last["plain"], abs=0.08) for loss in last.values())
 
@@ -202,9 +172,7 @@ def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
     tensors = resumed_bitwise(data_dir, tmp_path, **LOW)
     for name, dtypes in (("model", {torch.bfloat16}), ("optimizer", {torch.uint8, torch.float32})):
         assert {t.dtype for t in tensors[name].values()} == dtypes
-    with pytest.raises(
-        saved.Error, match="optimizer: checkpoint adamw8bit, now adamw; .* --init_from"
-    ):
+    with pytest.raises(saved.Error, match="adamw8bit"):
         train_here(data_dir, tmp_path / "b", resume="auto", save_interval=5)
     train_here(data_dir, tmp_path / "c", init_from=tmp_path / "b", max_steps=1)  # in float32
 

@@ -108,25 +108,12 @@ def test_the_likeliest_continuation_is_greedy(once):
     assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
 
 
-def test_equals_hellaswag(once):
-    """Where no token spans the join, and none ends in a space, both score the same tokens."""
-    examples = made_up(10)
-    prepared = hellaswag.prepare(examples, once.tokenizer, once.limit)
-    expected = hellaswag.losses(once.model, prepared)[: 4 * len(examples)]
-    pairs = [
-        (example["ctx"], f" {ending}") for example in examples for ending in example["endings"]
-    ]
-    found = once.loglikelihood(asked("loglikelihood", pairs))
-    assert [-score for score, _ in found] == pytest.approx(expected.tolist(), rel=1e-6)
-    assert prepared.truncated > 0
-
-
 @pytest.mark.parametrize("sampled", [False, True])
-def test_texts_of_a_batch_are_those_of_one_row_without_a_cache(once, sampled, monkeypatch):
+def test_texts_are_those_without_a_cache(once, sampled):
     """Prompts of any length, one cut to the context; greedy, or drawn from the likeliest token."""
     given = dict(until=["q"], max_gen_toks=24)
     given |= dict(do_sample=True, temperature=0.7, top_k=1) if sampled else {}
-    prompts = ["", "a", "the man walks", "a dog", "x" * 90, "hill", "while they sing and then"]
+    prompts = ["", "the man walks", "x" * 90, "while they sing and then"]
     found = once.generate_until(asked("generate_until", [(prompt, given) for prompt in prompts]))
     for prompt, text in zip(prompts, found):
         ids = once.tokenizer.encode(prompt)[-40:] or [once.tokenizer.eot]
@@ -136,7 +123,7 @@ def test_texts_of_a_batch_are_those_of_one_row_without_a_cache(once, sampled, mo
         if once.tokenizer.eot in new:
             new = new[: new.index(once.tokenizer.eot)]
         assert text == once.tokenizer.decode(new).partition("q")[0]
-    assert len(set(found)) > 4
+    assert len(set(found)) == 4
 
 
 def test_a_separator_may_precede_each_text(once, monkeypatch):
@@ -150,29 +137,27 @@ def test_a_separator_may_precede_each_text(once, monkeypatch):
     assert score != pytest.approx(plain[0][0], rel=1e-3) and empty == plain[1]
 
 
-def answers(folder, batch_tokens, parallel):
+def answers(folder, parallel):
     """In a rank: the scores, and texts that are sampled."""
     cfg = TrainedConfig(checkpoint=folder, device="cpu", precision="fp32", parallel=parallel)
     _, *loaded = trained.load(cfg)
-    model = LanguageModel(*loaded, batch_tokens, seed=3)
-    found = model.loglikelihood(asked("loglikelihood", PAIRS))
+    model = LanguageModel(*loaded, batch_tokens=200, seed=3)
+    found = model.loglikelihood(asked("loglikelihood", PAIRS[:8]))
     if parallel == "ddp":
         given = dict(until=[], max_gen_toks=8, do_sample=True, temperature=1.0)
-        found += model.generate_until(
-            asked("generate_until", [(text, given) for text in TEXTS[:5]])
-        )
+        found += model.generate_until(asked("generate_until", [(x, given) for x in TEXTS[:3]]))
     return found
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_answer_as_one(parallel, tmp_path):
-    """Texts are drawn alike too: a batch has its own seed, whichever rank computes it."""
+    """Texts are drawn alike too: each has its own seed, whichever rank computes it."""
     folder = str(checkpoint_of(tmp_path, **ONCE))
-    one = answers(folder, 200, "ddp")
-    for found in call(2, answers, folder, 200, parallel):
-        for answer, expected in zip(found[: len(PAIRS)], one):
+    one = answers(folder, "ddp")
+    for found in call(2, answers, folder, parallel):
+        for answer, expected in zip(found[:8], one):
             assert answer == pytest.approx(expected, rel=1e-6)
-        assert parallel == "fsdp" or found[len(PAIRS) :] == one[len(PAIRS) :]
+        assert parallel == "fsdp" or found[8:] == one[8:]
 
 
 TASK = """
@@ -212,43 +197,28 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared))
     assert found["acc,none"] == expected["acc"] and found["sample_len"] == 15
     assert "|made_up|" in capsys.readouterr().out.replace(" ", "")
-    with pytest.raises(UserError, match="^tasks=made_up,nope: the harness has no nope"):
-        harness.load(harness.Config(tasks="made_up,nope", include_path=str(tmp_path)))
-    lines.unlink()
-    with pytest.raises(DataError, match="^tasks=made_up cannot be loaded: FileNotFoundError"):
-        harness.load(harness.Config(tasks="made_up", include_path=str(tmp_path)))
+    words[1] = "--tasks=made_up,nope"
+    with pytest.raises(UserError, match="the harness has no nope"):
+        harness.main(configure(harness.Config, words))
 
 
-@pytest.mark.parametrize("given, message", [
-    (dict(max_gen_toks=64), "max_gen_toks=64 must be over 0 and below block_size=64"),
-    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0),
-     "top_p=0.9 is not known here; do_sample, max"),
-    (dict(max_gen_toks=9, num_beams=2), "num_beams=2 is not known here"),
+@pytest.mark.parametrize("given, word", [
+    (dict(max_gen_toks=64), "max_gen_toks=64"),
+    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0), "top_p"),
+    (dict(max_gen_toks=9, num_beams=2), "num_beams"),
 ])  # fmt: skip
-def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, message):
-    with pytest.raises(UserError, match=message):
+def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, word):
+    with pytest.raises(UserError, match=word):
         once.generate_until(asked("generate_until", [("a", given)]))
-
-
-def test_settings_without_effect_on_a_greedy_text_are_taken(once):
-    given = dict(max_new_tokens=3, top_p=0.9, num_beams=1, do_sample=False, temperature=1.0)
-    assert once.options(given)["max_gen_toks"] == 3 and once.options(given)["temperature"] == 0
 
 
 @pytest.mark.parametrize("pair, size", [(("ab", ""), "0 tokens"), (("ab", "z" * 65), "65 tokens")])
 def test_a_continuation_that_cannot_be_scored_is_named(once, pair, size):
-    with pytest.raises(
-        DataError, match=f"the continuation '.*' of 'ab' has {size}, of 1 to block_size=64"
-    ):
+    with pytest.raises(DataError, match=f"has {size}"):
         once.loglikelihood(asked("loglikelihood", [pair]))
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--limit=0"], "^limit=0 must be at least 1"),
-    (["--out=no/where.json"], "^out=no/where.json: there is no folder no"),
-    ([], "^there is no package lm_eval: pip install lm_eval==0.4.13"),
-])  # fmt: skip
-def test_mistakes_are_one_line(words, message, monkeypatch):
+def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=message):
-        harness.main(configure(harness.Config, words))
+    with pytest.raises(UserError, match="pip install lm_eval"):
+        harness.main(harness.Config())

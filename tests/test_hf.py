@@ -65,24 +65,18 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     assert not hf.read_config(weights).differences(cfg)
     shape = (cfg.n_embd, cfg.n_hidden, cfg.kv_heads, cfg.norm, cfg.tie_embeddings, cfg.dropout)
     assert shape == (64, 88, 2, "rmsnorm", True, 0.1)
-    assert cfg.block_size == 96 and cfg.tokenizer == str(weights / "tokenizer.json")
+    assert cfg.block_size == 96 and cfg.tokenizer == str(weights)
     longer = settings(f"--init_from=hf:{weights}", "--block_size=4096")
     assert longer.block_size == 4096  # RoPE has no last position
     edit_config(weights, max_position_embeddings=131_072)
     assert settings(f"--init_from=hf:{weights}").block_size == 1024
 
 
-def test_all_contradictions_are_in_one_line(weights, tmp_path):
-    words = [
-        "config/gpt2_124m.py",
-        f"--init_from=hf:{weights}",
-        "--rope_theta=5e5",
-        "--norm=rmsnorm",
-    ]
-    words[0] = str(ROOT / words[0])
+def test_all_contradictions_are_in_one_line(weights):
+    words = [str(ROOT / "config/gpt2_124m.py"), f"--init_from=hf:{weights}", "--rope_theta=5e5"]
     names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
-    line = refused(lambda: settings(*words), *names)
-    assert "norm:" not in line and "block_size" not in line and "leave these settings out" in line
+    line = refused(lambda: settings(*words, "--norm=rmsnorm"), *names)
+    assert "norm:" not in line and "block_size" not in line
 
 
 @pytest.mark.fault(114)
@@ -97,7 +91,7 @@ def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
     ):
         sample.main(sample.Config(pretrained=str(tmp_path), device="cpu"))
     (tmp_path / "tokenizer.json").write_text(tokenizer.load("bytes").to_json(), "utf-8")
-    assert hf.read_config(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
+    assert tokenizer.load(hf.read_config(tmp_path).tokenizer).eot == 256
 
 
 def test_an_export_writes_no_tokenizer_that_nothing_names(tmp_path, capsys):
@@ -115,12 +109,9 @@ def test_an_export_writes_no_tokenizer_that_nothing_names(tmp_path, capsys):
     "scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)]
 )
 def test_the_context_of_an_export(scaling, context):
-    cfg = GPTConfig(
-        vocab_size=257, block_size=32, norm="rmsnorm", positions="rope", mlp="swiglu", **scaling
-    )
+    llama = dict(norm="rmsnorm", positions="rope", mlp="swiglu")
+    cfg = GPTConfig(vocab_size=257, block_size=32, **llama, **scaling)
     assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
-    gpt2 = GPTConfig(block_size=32, **scaling)  # whose table of positions nothing scales
-    assert hf.config_json(gpt2, "float32", {})["n_positions"] == 32
 
 
 @pytest.mark.gpt2
@@ -154,7 +145,7 @@ def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     assert theirs("aé")["input_ids"] == [97, 195, 169]
     name_tokenizer(byte_data, "gpt2")
     cfg.overwrite = True
-    command = f"fineweb.py --tokenizer={weights / 'tokenizer.json'}"
+    command = f"fineweb.py --tokenizer={weights}"
     refused(lambda: train.main(cfg), "was tokenized with gpt2", command)
 
 
@@ -167,11 +158,7 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path, capsys):
     theirs, model = (
         auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM)
     )
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (256, 256, 256)
-    assert (
-        model.generation_config.eos_token_id == 256
-        and theirs.model_max_length == model.config.n_positions
-    )
+    assert theirs.bos_token_id == theirs.eos_token_id == model.generation_config.eos_token_id == 256
     ids = theirs("def naïve():\n", return_tensors="pt")
     assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
     assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")
@@ -186,7 +173,7 @@ def test_characters_are_the_same_tokenizer_after_an_export(tmp_path):
     tokenizer.write_characters([["abcé "]], tmp_path / "tokenizer.json")
     ours = tokenizer.load(str(tmp_path / "tokenizer.json"))
     (tmp_path / "hf").mkdir()
-    hf.write_tokenizer(tmp_path / "hf", ours, 32)
+    hf.write_tokenizer(tmp_path / "hf", ours)
     again = tokenizer.load(str(tmp_path / "hf"))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert again.token_bytes().tolist() == ours.token_bytes().tolist()

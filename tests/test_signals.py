@@ -81,64 +81,40 @@ def error_lines(done):
     return [line for line in done.stderr.splitlines() if line.startswith("error:")]
 
 
-def check_told(done, fault, codes, line):
-    """Checks exit codes, and that rank 1's fault is told once, in a line that begins as `line`."""
-    assert done.codes == codes, done.stderr
-    [found] = error_lines(done)
-    assert re.match(line, found), found
-    if fault == "hangs":
-        assert "stacks of rank 1, step 3" in done.errors[1] and "next_batch" in done.errors[1]
-    if codes == [1, 1] and fault != "hangs":
-        error = "sys.exit(0)" if fault == "leaves" else "in an edit that uses"
-        assert re.findall(rf"Error: {re.escape(error)}", done.stderr) and not done.errors[0]
-        assert done.errors[1].count("Traceback") == 1 and "in next_batch" in done.errors[1]
+def check_told(done, code, line):
+    """Checks that rank 1 ended with its code, rank 0 too, and that one line tells it, or none."""
+    assert done.codes[1] == code and done.codes[0] not in (0, None), (done.codes, done.stderr)
+    found = error_lines(done)
+    assert len(found) == (line is not None) and all(re.match(line, one) for one in found), found
 
 
-@pytest.mark.parametrize("fault, codes, line", [
-    ("memory", [2, 2], "error: rank 1: out of memory: "),
-    slow("mistake", [1, 1], "error: rank 1, step 3:"),
-    param("like gloo's", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(77)]),
-    param("forward", [1, 1], "error: rank 1, step 0:", marks=[mark.slow, mark.fault(78)]),
-    param("leaves", [1, 1], "error: rank 1, step 3:", marks=[mark.slow, mark.fault(76)]),
-    slow("dies", [1, -9], "error: rank 0, step [23]: lost rank 1: its process has"),
-    slow("hangs", [1, 1], r"error: step 3: lost another rank \(Timed out"),
+@pytest.mark.parametrize("fault, code, line", [
+    ("memory", 2, "error: rank 1: out of memory: "),
+    slow("mistake", 1, "error: rank 1: Traceback"),
+    param("like gloo's", 1, "error: rank 1: Traceback", marks=[mark.slow, mark.fault(77)]),
+    param("forward", 1, "error: rank 1: Traceback", marks=[mark.slow, mark.fault(78)]),
+    param("leaves", 1, "error: rank 1: Traceback", marks=[mark.slow, mark.fault(76)]),
+    slow("dies", -9, None),  # of which torchrun's report tells
+    slow("hangs", -9, r"error: lost another rank: .*Timed out"),
 ])  # fmt: skip
 @pytest.mark.fault(29, 30, 42, 48)
-def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, codes, line):
+def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault, code, line):
     at_call, limit = 1 if fault == "forward" else 6, 6 if fault == "hangs" else 60
-    check_told(
-        attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", timeout_s=limit),
-        fault,
-        codes,
-        line,
-    )
+    done = attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", grace=3, timeout_s=limit)
+    check_told(done, code, line)
+    assert fault != "mistake" or "in next_batch" in done.errors[1] and not done.errors[0]
 
 
 def train_with_few_files(words, *limits):
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     sys.argv[1:] = words
-    cfg = parse(Config)
+    parse(Config)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
-    run(train.main, cfg)
 
 
 @pytest.mark.fault(79)
-def test_few_file_handles_are_raised_or_one_line(data_dir, tmp_path):
-    words = flags(data_dir, tmp_path / "run", max_steps=1)
-    done, _ = ranks.attempt(2, train_with_few_files, words, 24, 24)
-    said = "error: 24 files may be open at a time, a run needs 64; try ulimit -n 1024\n"
-    assert (done.codes, done.stderr, done.stdout) == ([2, 2], said, "")
-    assert ranks.attempt(2, train_with_few_files, words, 24, 2048)[0].codes == [0, 0]
-
-
-@pytest.mark.fault(76)
-def test_a_rank_that_ends_outside_the_run_is_told():
-    code = "import sys, configurator as c, settings; c.parse(settings.Config); sys.exit(0)"
-    env, pipes = os.environ | {"RANK": "1"}, dict(capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, **pipes)
-    assert done.returncode == 1 and done.stderr.startswith(
-        "error: rank 1 has ended by sys.exit or by an"
-    )
+def test_the_limit_on_open_files_is_raised():
+    assert ranks.attempt(0, train_with_few_files, [], 24, 2048)[0].codes == [0]
 
 
 @pytest.mark.slow
@@ -148,7 +124,7 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
     folder.mkdir()
     write_shard(folder / "py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
     done = ranks.run(2, flags(folder, tmp_path / "run"))
-    assert done.codes == [3, 3] and len(error_lines(done)) == 1
+    assert done.codes == [1, 3] and len(error_lines(done)) == 1
     assert (
         "error: rank 1: " in done.stderr
         and "py_train_000001.bin: token 132 is 60000" in done.stderr
@@ -225,19 +201,14 @@ def test_a_signal_in_an_evaluation_leaves_it_for_the_resumed_run(data_dir, tmp_p
     assert scores[0] == scores[1] and sorted(scores[0]) == [0, 4, 6]
 
 
-def train_told_in_compilation(words, at_rank, number=signal.SIGTERM):
-    """For ranks.attempt: train.py; its process group gets a signal while a compiler runs in it."""
+def train_told_in_compilation(words, at_rank):
+    """For ranks.attempt: train.py; a rank gets SIGTERM while it compiles."""
     told = []
 
     def backend(graph, inputs):
         if not told and os.environ.get("RANK", "0") == str(at_rank):
             told.append(True)
-            compiler = subprocess.Popen(["sleep", "0.5"])
-            os.killpg(os.getpgid(0), number)
-            if compiler.wait():
-                raise OSError("the compiler was killed")
-            if number == signal.SIGINT:
-                time.sleep(1e9)
+            tell()
         return graph.forward
 
     torch.compile = functools.partial(torch.compile, backend=backend)
@@ -251,19 +222,6 @@ def test_a_signal_in_a_compilation_is_obeyed_after_it(data_dir, tmp_path, number
     done, _ = ranks.attempt(number, train_told_in_compilation, words, number - 1 if number else 0)
     assert set(done.codes) == {143} and not error_lines(done), done.stderr
     assert (tmp_path / "cut/step_00000001").is_dir()
-
-
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.fault(106)
-def test_ctrl_c_in_the_first_compilation_ends_all_at_once_in_one_line(data_dir, tmp_path, number):
-    words = flags(data_dir, tmp_path / "cut", max_steps=3, compile=True)
-    last = number - 1 if number else 0
-    done, _ = ranks.attempt(
-        number, train_told_in_compilation, words, last, signal.SIGINT, timeout=60
-    )
-    assert set(done.codes) == {130} and not error_lines(done), done.stderr
-    assert done.stdout.count("stopped at once by SIGINT in step 1: no step is done that") == 1
-    assert not saved.folders(tmp_path / "cut")
 
 
 def train_told_in_save(words, times):
@@ -307,7 +265,7 @@ def test_a_signal_in_an_asynchronous_save_leaves_whole_checkpoints(data_dir, tmp
 def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     done = attempt(0, "interrupt twice", 0, 10, data_dir, tmp_path / "a", timeout=50)
     assert done.codes == [130], done.stderr
-    assert "a second signal" in done.stderr
+    assert not saved.folders(tmp_path / "a")
     done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
     assert done.codes == [143] and "none: nothing was saved" in done.stdout
 
@@ -317,8 +275,6 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
 def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(
     data_dir, tmp_path, monkeypatch
 ):
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
     def broken(graph, inputs):
         raise OSError("no C++ compiler")
 
@@ -328,7 +284,6 @@ def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(
     ):
         train_here(data_dir, tmp_path / "run", compile=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 def start_torchrun(words, log, *options):
@@ -388,27 +343,15 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     assert sorted(losses(read_log(tmp_path / "run"))) == list(range(1, steps + 1))
 
 
-@pytest.mark.fault(49, 68)
-def test_a_rank_whose_torchrun_was_killed_before_it_looked_leaves():
-    work = "time.sleep(0.5); errors.leave_with_torchrun(); time.sleep(60)"
-    rank = f"from system import errors; import time; {work}"
-    start = (
-        f"from subprocess import *; Popen(['{sys.executable}', '-c', '{rank}'], "
-        "start_new_session=True)"
-    )
-    env, pipes = os.environ | {"TORCHELASTIC_RUN_ID": "1"}, dict(capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, env=env, **pipes, timeout=10)
-    assert done.stderr == "torchrun is gone\n"
-
-
 @pytest.mark.parametrize(
     "seconds", [slow(0), slow(1), slow(3), *(repeated(s / 2) for s in range(7, 24))]
 )
 @pytest.mark.fault(49, 68)
 def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path, seconds):
-    """So long after it has started them: in the imports, in the rendezvous, while they train."""
+    """So long after they look: in the imports, in the rendezvous, while they train."""
     process = start_torchrun(flags(data_dir, tmp_path / "run", max_steps=10**6), tmp_path / "log")
-    wait_for(lambda: len(children(process.pid)) == 2)
+    threads = lambda pid: len(list(Path(f"/proc/{pid}/task").iterdir()))
+    wait_for(lambda: len([pid for pid in children(process.pid) if threads(pid) > 1]) == 2)
     time.sleep(seconds)
     kill_and_see_orphans_leave(process, 10)
 
@@ -423,7 +366,7 @@ def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
     wait_for(lambda: "saved" in (tmp_path / "log").read_text())
     for how in ("--overwrite", "--resume=auto"):
         done = ranks.run(2, [*words, how])
-        assert done.codes == [2, 2] and len(error_lines(done)) == 1, done.stderr
+        assert 2 in done.codes and len(error_lines(done)) == 1, done.stderr
         assert "is in use by a run: process " in done.stderr
     kill_and_see_orphans_leave(process, 5)
     assert "torchrun is gone" in (tmp_path / "log").read_text()

@@ -1,4 +1,4 @@
-"""Time of a sampled token on one GPU: with CUDA graphs, without, and in transformers.
+"""Time of a sampled token on one GPU, beside transformers'.
 
     python results/speed/sampling.py    # GPT-2 124M and Llama 3 8B's shape, random bf16 weights
 
@@ -22,7 +22,7 @@ from fast.chips import best_attention
 from run import sampling
 from settings import GPTConfig
 
-GPU, NEW, EAGER = torch.device("cuda"), 1000, 24  # tokens of a text, and of one without graphs
+GPU, NEW = torch.device("cuda"), 1000  # tokens of a text
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
 SMALL = dict(vocab_size=512, block_size=512, n_layer=4, n_head=8, n_embd=256)
 EIGHT = dict(n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_hidden=14336, vocab_size=128256)
@@ -51,30 +51,18 @@ def same_tokens(name, shape):
         for parameter in model.parameters():  # larger, so that the tokens do not repeat
             parameter.add_(0.1 * torch.randn_like(parameter))
     ids = begin(2, 16)
-    plain = sampling.generate(model, ids, 200, temperature=0, cached=False)
-    for kind, graphs in (("a graph", True), ("no graph", False)):
-        cache = make_cache(model, graphs, rows=2)
-        found = sampling.generate(model, ids, 200, temperature=0, cached=cache)
-        words = (
-            f"with {kind} {int((found == plain).sum())} of {plain.numel()} ids are "
-            "those without a cache"
-        )
-        print(f"{name}, float32, greedy: {words}; {len(plain.unique())} different ones", flush=True)
+    for kind, options in (("greedy", dict(temperature=0)), ("drawn", dict(top_k=50))):
+        plain = sampling.generate(model, ids, 200, **options, cached=False)
+        found = sampling.generate(model, ids, 200, **options)
+        same = f"{int((found == plain).sum())} of {plain.numel()} ids are those without a cache"
+        print(f"{name}, float32, {kind}: {same}; {len(plain.unique())} different ones", flush=True)
 
 
-def make_cache(model, graphs, **options):
-    cache = sampling.make_cache(model, begin(1, 1)[0], **options)
-    if graphs and not cache.use_graph:
-        print("  no graph: the step waits for the GPU")
-    cache.use_graph &= graphs
-    return cache
-
-
-def timed(model, rows, new, prompt=16, graphs=True, **options):
+def timed(model, rows, new, prompt=16, **options):
     """(ms of a token after the first eight, ms until then), of `new` tokens in each row."""
-    cache = make_cache(model, graphs, rows=rows, **options)
+    cache = sampling.make_cache(model, 0)
     began, times = time.perf_counter(), []
-    for ids in sampling.steps(model, begin(rows, prompt), new, cached=cache, **options):
+    for ids in sampling.steps(model, begin(rows, prompt), new, **options, cached=cache):
         ids.tolist()
         times.append(time.perf_counter() - began)
     return 1e3 * (times[-1] - times[7]) / (len(times) - 8), 1e3 * times[7]
@@ -84,16 +72,13 @@ def measure(name, shape):
     model = build(shape, torch.bfloat16)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     print(f"{name}: weights {size / 1e9:.2f} GB, {size / 4.8e9:.2f} ms at 4.8 TB/s", flush=True)
-    for ops, rows, top_k in (("auto", 1, 50), ("auto", 1, 1), ("auto", 32, 50), ("torch", 1, 50)):
-        forms.enable(GPU, ops)
+    forms.enable(GPU)
+    for rows, top_k in ((1, 50), (1, 1), (32, 50)):
         options = dict(temperature=float(top_k > 1), top_k=top_k)  # 0: greedy
         ms, first = timed(model, rows, NEW, **options)
-        eager, _ = timed(model, rows, EAGER, graphs=False, **options)
-        words = f"graph {ms:6.3f} ms a token (the first 8: {first:6.1f} ms), without {eager:6.2f}"
-        print(f"  ops={ops:<5} batch {rows:2} top_k={top_k:<2}  {words}", flush=True)
-        if rows == 1 and top_k > 1:
-            print_kernels(model)
-    forms.enable(GPU, "auto")
+        words = f"{ms:6.3f} ms a token (the first 8: {first:6.1f} ms)"
+        print(f"  batch {rows:2} top_k={top_k:<2}  {words}", flush=True)
+    print_kernels(model)
     if model.cfg.block_size > 8000:
         ms, _ = timed(model, 1, 200, prompt=7680, temperature=0)
         print(f"  greedy after 7,680 tokens: {ms:.3f} ms a token", flush=True)
@@ -101,21 +86,20 @@ def measure(name, shape):
 
 @torch.no_grad()
 def print_kernels(model):
-    """The GPU's time in one step at batch 1 after 500 tokens, launched one by one."""
-    cache = make_cache(model, False, temperature=0.8, top_k=50)
-    steps = cache.steps(begin(1, 500), known=500, end=1000, seed=0)
-    next(steps)
+    """The GPU's time in one step at batch 1 after 500 tokens, as the graph runs it."""
+    ids = begin(1, 501)
+    cache = sampling.make_cache(model, 0)
+    cache.prefill(ids[:, :-1], room=1016)
+    cache.step(ids[:, -1], 500)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        next(steps)
+        cache.step(ids[:, -1], 500)
         torch.cuda.synchronize()
     found = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
     total, count = sum(row.self_device_time_total for row in found), sum(row.count for row in found)
     print(f"    a step: {total / 1e3:.3f} ms in {count} kernels; most of it:")
-    for row in found[:12]:
-        print(
-            f"      {row.self_device_time_total:8.1f} us  {row.count:4} x  {row.key[:90]}",
-            flush=True,
-        )
+    for row in found[:16]:
+        words = f"{row.self_device_time_total:8.1f} us  {row.count:4} x  {row.key[:90]}"
+        print(f"      {words}", flush=True)
 
 
 def peer():
@@ -131,10 +115,7 @@ def peer():
         theirs.generate(ids, min_new_tokens=new, max_new_tokens=new, **options)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        print(
-            f"  transformers, static cache: {1e3 * seconds / new:.3f} ms a token of {new}",
-            flush=True,
-        )
+        print(f"  transformers, static cache: {1e3 * seconds / new:.3f} ms a token of {new}")
 
 
 def main():

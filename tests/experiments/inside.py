@@ -154,7 +154,6 @@ def samples(out):
     """(ids with a KV cache, ids without, what was said)"""
     from run import sampling
 
-    sampling.draw_token = drawn
     model, said = trained(out), io.StringIO()
     with torch.no_grad():
         for p in model.parameters():
@@ -168,16 +167,6 @@ def samples(out):
             for cached in (True, False)
         ]
     return *ids, said.getvalue()
-
-
-def drawn(logits, temperature, top_k, generator):
-    """As sampling.draw_token, but an id has its own noise, not its rank in the order of the logits.
-
-    Of a model that has learned little, two logits of 257 are often as near as rounding: their ids
-    would change noise, and one of them may be the one that is drawn.
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return ((logits / temperature).softmax(-1) / noise).argmax(-1)
 
 
 def export(out):

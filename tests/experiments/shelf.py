@@ -99,6 +99,14 @@ def averaged(log):
     return f"averages {average} beside {val}" if wrong or 6 not in average else None
 
 
+def measured(log):
+    """Against the gradient norm of the step, which is that of all matrices and vectors."""
+    norms = {x["step"]: x["norm"] for x in log if x["kind"] == "train"}
+    lines = [x for x in log if x["kind"] == "norms"]
+    wrong = [x["step"] for x in lines if not 0 < max(x["gradient"].values()) < norms[x["step"]]]
+    return f"gradients above the norm in steps {wrong}" if wrong or not lines else None
+
+
 DIFFERS = "transformers' logits differ by"
 ONE_POSITION = "masked diffusion has logits of one position at a time"
 
@@ -155,6 +163,14 @@ PATCHES = [
         sample=(modes.RESUMED,),
         unchanged=True,
         also=averaged,
+    ),
+    shelved(
+        "norms",
+        "the RMS of each matrix' weight, gradient and update is logged",
+        edits={"train.py": [("EVERY = 10", "EVERY = 2")]},
+        sample=(modes.PLAIN, modes.FSDP),
+        unchanged=True,
+        also=measured,
     ),
     shelved(
         "schedule_free",

@@ -1,0 +1,246 @@
+"""measure/logs.py: how a log is read, where its points lie, and plot.py's --against."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT, one_line, train_here
+
+import plot
+from configurator import configure
+from measure import logs
+from system.errors import UserError
+
+NAN = float("nan")
+
+
+def write(folder, lines, tail=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return folder
+
+
+def training(steps, **changes):
+    """Lines of the logger: NaN is null there."""
+    base = dict(kind="train", lr=1e-3, norm=1.0, dt_ms=500.0, tok_per_s=1e5, mfu=None)
+    return [base | dict(step=s, loss=10 / s**0.3, tokens=100 * s) | changes for s in steps]
+
+
+def validation(step, loss, **changes):
+    return dict(kind="val", step=step, loss=loss, bpb=None if loss is None else loss / 2) | changes
+
+
+def run_of(folder, loss=2.0, steps=10, held_out="a; 100 tokens", **settings):
+    """A run of steps of 0.5 s and 100 tokens, whose first one takes 60 s."""
+    words = " ".join(f"{name}={value}" for name, value in settings.items())
+    lines = [dict(kind="start", step=0, rows=[["device", "cpu"], ["settings", words]])]
+    lines += training([1], dt_ms=60_000.0) + training(range(2, steps + 1))
+    for step, value in ((0, 9.0), (steps // 2, 4.0), (steps, loss)):
+        lines.append(validation(step, value, held_out=held_out))
+    return str(write(folder, lines))
+
+
+def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
+    lines = training([1, 2, 3]) + training([2, 3, 4], loss=5.0)
+    steps, loss = logs.Run(write(tmp_path, lines, '{"kind": "train", "st')).series("train", "loss")
+    assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
+
+
+def test_a_run_resumed_from_an_older_checkpoint_has_no_end_of_before(tmp_path):
+    first, second, third = (
+        dict(kind="start", step=step, rows=[["settings", f"lr={step}"]]) for step in (0, 8, 4)
+    )
+    lines = [first, *training(range(1, 11), loss=9.0), second, *training([9, 10])]
+    run = logs.Run(write(tmp_path, [*lines, third, *training([5, 6], loss=2.0)]))
+    steps, loss = run.series("train", "loss")
+    assert steps.tolist() == [1, 2, 3, 4, 5, 6] and loss.tolist() == [9.0] * 4 + [2.0] * 2
+    assert run.settings == {"lr": "4"}
+
+
+def test_steps_that_are_nan_stay_and_are_in_no_mean(tmp_path):
+    """61 steps: a window of 3."""
+    values = np.zeros(61)
+    values[[30, 40]] = 3.0, np.nan
+    found = logs.smooth(values)
+    assert found[28:33] == pytest.approx([0, 1, 1, 1, 0])
+    assert np.isnan(found).nonzero()[0].tolist() == [40] and found[39] == found[41] == 0
+    lines = training([1, 2]) + training([3], loss=None) + training([4])
+    run = logs.Run(write(tmp_path / "gap", lines))
+    assert np.isnan(run.series("train", "loss")[1]).tolist() == [False, False, True, False]
+    assert not run.diverged
+    ended = logs.Run(write(tmp_path / "end", lines + training([5], loss=None)))
+    assert ended.diverged and ended.end("loss").step == 4
+
+
+def test_where_steps_lie(tmp_path):
+    """The first step, which compiles, counts as the median; validation begins after the start."""
+    run = logs.Run(run_of(tmp_path))
+    steps, loss = run.series("val", "loss")
+    assert steps.tolist() == [5, 10] and loss.tolist() == [4, 2]
+    assert run.place(steps, "seconds").tolist() == [2.5, 5]
+    assert run.place(steps, "tokens").tolist() == [500, 1000]
+    assert run.end("bpb") == logs.End("val", 10, 1.0)
+    small = logs.Run(ROOT / "results/modern/gpt2_300M.jsonl")  # "step_ms": 833.42
+    assert small.place(100, "seconds") == pytest.approx(83.342)
+
+
+def test_names_are_those_given_or_those_of_the_folders(tmp_path):
+    names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
+    a, b, c = (run_of(tmp_path / name) for name in ("a", "b", "other/a"))
+    assert names([a, b]) == ["a", "b"] and names([a, c]) == [a, c]
+    assert names([a, b], "as it was, with a gate") == ["as it was", "with a gate"]
+    with pytest.raises(UserError, match="has 1 names, but there are 2 runs"):
+        names([a, b], "x")
+
+
+@pytest.mark.fault(81)
+@pytest.mark.parametrize("lines, message", [
+    (None, "No such file"),
+    ([], "no finite loss"),
+    (training([1, 2], loss=None), "no finite loss"),
+    (["text", *training([1])], r"log.jsonl:1: not a line of a log"),
+    ([{"text": "a document"}, *training([1])], r"log.jsonl:1: not a line of a log"),
+    (training([1, 2]), "its log has no bpb"),
+])  # fmt: skip
+def test_what_is_no_log_is_named(tmp_path, lines, message):
+    if lines is not None:
+        write(tmp_path / "run", lines)
+    with pytest.raises(UserError, match=message) as error:
+        logs.load([tmp_path / "run"])[0].end("bpb")
+    one_line(error)
+
+
+# -- --against
+
+
+@pytest.mark.parametrize("freedom, quantile", [
+    (1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1e5, 1.9600),
+])  # fmt: skip
+def test_quantiles_are_those_of_the_tables(freedom, quantile):
+    assert logs.t_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
+
+
+def test_a_quantile_between_whole_degrees_encloses_95_percent_of_the_density():
+    t = np.linspace(-1, 1, 400_001) * logs.t_quantile(2.6)
+    scale = math.gamma(1.8) / math.gamma(1.3) / math.sqrt(2.6 * math.pi)
+    assert np.trapezoid(scale * (1 + t * t / 2.6) ** -1.8, t) == pytest.approx(0.95, abs=1e-6)
+
+
+def test_welch_by_hand():
+    """Three values of mean 3 and variance 1, and four of mean 7 and variance 4.
+
+    So se^2 = 1/3 + 1, and there are (4/3)^2 / (1/18 + 1/3) degrees of freedom.
+    """
+    four = 7 + 2 * np.array([-1.5, -0.5, 0.5, 1.5]) / 5**0.5 * 3**0.5
+    found = logs.welch(np.array([2.0, 3.0, 4.0]), four)
+    assert found == pytest.approx((math.sqrt(4 / 3), (16 / 9) / (1 / 18 + 1 / 3)))
+    # of pairs
+    assert logs.welch(np.array([1.0, 2.0, 4.0])) == pytest.approx((math.sqrt(7 / 9), 2))
+    assert all(map(math.isnan, logs.welch(np.array([1.0]), np.array([1.0, 2.0]))))
+    assert logs.welch(np.ones(2), np.ones(2)) == (0.0, 1.0)
+
+
+def test_in_ninety_five_of_a_hundred_experiments_the_interval_holds_the_difference():
+    draw, inside = np.random.default_rng(1), 0
+    for _ in range(400):
+        a, b = draw.normal(0, 1, 3), draw.normal(2, 3, 4)
+        error, freedom = logs.welch(a, b)
+        inside += abs(a.mean() - b.mean() + 2) < logs.t_quantile(freedom) * error
+    assert 0.92 < inside / 400 < 0.98
+
+
+def printed(words, capsys, tmp_path):
+    plot.main(configure(plot.Config, [*words, "--out", str(tmp_path / "c.png")]))
+    out, err = capsys.readouterr()
+    return out.splitlines()[:-1], err
+
+
+def sides(tmp_path, losses, **changes):
+    """[folders of one side, of the other]; losses: {name: {seed: the last loss}}."""
+    found = []
+    for name, by_seed in losses.items():
+        found.append([
+            run_of(tmp_path / f"{name}_{seed}", loss, seed=seed, shuffle_seed=seed, **changes)
+            for seed, loss in by_seed.items()
+        ])  # fmt: skip
+    return found
+
+
+def test_sides_their_means_and_their_difference(tmp_path, capsys):
+    losses = {"fp8": {1: 2.0, 2: 2.2, 3: 2.1}, "base": {3: 2.7, 2: 2.6, 1: 2.5}}
+    ours, base = sides(tmp_path, losses)
+    lines, err = printed([*ours, "--against", *base], capsys, tmp_path)
+    assert err == ""
+    assert lines == [
+        "runs  seeds  loss               seconds         tokens",
+        "fp8       3  2.1000 ±0.1000           5          1,000",
+        "base      3  2.6000 ±0.1000           5          1,000",
+        "",
+        "fp8 less base, with 95% intervals",
+        "loss          Welch           -0.5000  -0.7267 to -0.2733  lower",
+        "loss          paired by seed  -0.5000  -0.7484 to -0.2516  lower",
+    ]
+    lines, _ = printed([ours[0], "--against", *base, "--y=bpb"], capsys, tmp_path)
+    assert lines[-1] == "bpb           Welch           -0.3000  not established: one seed on a side"
+
+
+def test_pairs_need_the_same_seeds_and_rows(tmp_path, capsys):
+    ours, base = sides(tmp_path, {"gate": {1: 2.1, 2: 2.2}, "base": {1: 2.1, 3: 2.3}})
+    lines, err = printed([*ours, "--against", *base], capsys, tmp_path)
+    assert err == "" and lines[5:] == [
+        "loss          Welch           -0.0500  -0.7419 to +0.6419  not established"
+    ]
+    other = run_of(tmp_path / "rows_2", held_out="b; 100 tokens", seed=2, shuffle_seed=2)
+    lines, err = printed([*ours, "--against", base[0], other], capsys, tmp_path)
+    assert not any("paired" in line for line in lines) and "not all runs were validated on" in err
+
+
+def test_runs_of_other_numbers_of_tokens_are_compared_at_equal_ones_too(tmp_path, capsys):
+    """At equal time the long runs are far better; at equal tokens they are the same."""
+    (ours,) = sides(tmp_path, {"ours": {1: 2.0, 2: 2.1}}, steps=40)
+    (base,) = sides(tmp_path, {"base": {1: 3.0, 2: 3.1}}, steps=20)
+    lines, _ = printed([*ours, "--against", *base], capsys, tmp_path)
+    assert "lower" in lines[5] and "2,000 to 4,000" in lines[7]
+    assert [line[:34].split()[:2] for line in lines[8:]] == [["equal", "tokens"]] * 2
+    assert all("+0.0000" in line for line in lines[8:])
+
+
+def test_the_difference_by_step_is_a_figure_of_each_run(tmp_path, capsys):
+    ours, base = sides(tmp_path, {"ours": {1: 2.0}, "base": {1: 3.0, 2: 3.2}})
+    runs = logs.load([*ours, *base])
+    logs.compare(runs[:1], runs[1:], "loss")
+    found = [run.series("difference from base:", "loss") for run in runs]
+    assert [steps.tolist() for steps, _ in found] == [[5, 10]] * 3
+    assert [loss[1] for _, loss in found] == pytest.approx([-1.1, -0.1, 0.1])
+
+
+@pytest.mark.parametrize("words, message", [
+    (["a", "--against", "a"], "given twice"),
+    (["a", "--against", "b", "again"], "b, again: two have the same seed"),
+    (["a", "lr", "--against", "b"], "a, lr: they differ in lr"),
+    (["a", "--against", "none"], "none does not end with a finite validation loss"),
+    (["a", "--against", "nan"], "nan does not end with a finite validation loss"),
+    (["a", "--against"], "--against needs a value"),
+])  # fmt: skip
+def test_what_is_no_comparison(tmp_path, words, message):
+    for name, seed, lr in (("a", 1, 1), ("b", 2, 1), ("again", 2, 1), ("lr", 2, 3)):
+        run_of(tmp_path / name, out_dir=name, seed=seed, lr=lr)
+    write(tmp_path / "none", training([1]))
+    write(tmp_path / "nan", [*training([1]), validation(1, 2.0), *training([2], loss=None)])
+    given = [word if word.startswith("--") else str(tmp_path / word) for word in words]
+    with pytest.raises(UserError, match=message) as error:
+        plot.main(configure(plot.Config, given))
+    one_line(error)
+
+
+def test_real_runs_are_paired(data_dir, tmp_path, capsys):
+    folders = {"gelu": [], "relu2": []}
+    for mlp, own in folders.items():
+        for seed in (1, 2):
+            own.append(str(tmp_path / f"{mlp}_{seed}"))
+            train_here(data_dir, own[-1], seed=seed, mlp=mlp, max_steps=4, eval_interval=4)
+    capsys.readouterr()
+    lines, err = printed([*folders["gelu"], "--against", *folders["relu2"]], capsys, tmp_path)
+    assert err == "" and lines[4] == "gelu less relu2, with 95% intervals"
+    assert [line.split()[1] for line in lines[5:]] == ["Welch", "paired"]
