@@ -207,15 +207,13 @@ class Proof:
         """A Training of settings that are changed to those of a trial."""
         B, T = self.batches[0][0].shape
         changes |= dict(batch_size=B, batch_schedule=None, init_from=None, clip=None, dropout=0.0)
-        changes |= dict(precision="fp32", weights="fp32", reduce_dtype="fp32", attention="math")
+        changes |= dict(precision="fp32", weights="fp32", reduce_dtype="fp32", attention="flash")
         changes |= dict(compile=False, cuda_graph=False, timeout_s=min(PATIENCE_S, cfg.timeout_s))
         if self.narrow:
             width = 8 * cfg.n_head
             changes |= dict(block_size=T, n_layer=min(32, cfg.n_layer), head_dim=8)
             changes |= dict(n_embd=width, n_hidden=2 * width)
         cfg = replace(cfg, **changes)
-        if cfg.remat == "attention" and self.world.device.type != "cpu":
-            cfg.remat = "block"  # there its kernels take 16 bits alone
         cfg.batch_tokens = MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel)
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
         training = self.make(cfg, self.world, loader, weights, self.eot)
