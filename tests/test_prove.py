@@ -13,6 +13,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import flags
+from torch.distributed.tensor import DTensor
 
 from configurator import configure
 from settings import Config
@@ -647,3 +648,52 @@ def test_a_run_that_goes_on_does_not_prove_again(data_dir, tmp_path):
 def test_a_dry_run_prints_what_was_compared(data_dir, tmp_path):
     done = ranks.run(0, flags(data_dir, tmp_path / "run", prove=True, dry_run=True))
     assert all(word in done.stdout for word in ("gradients differ by", "updates differ", "resume"))
+
+
+def after_an_evaluation(words):
+    """(which weights are shards before and after begin_step, gradients, words) in a rank."""
+    import train
+    from run.build import choose
+    from scale import parallel
+
+    said = io.StringIO()
+    cfg = configure(Config, list(words))
+    world = parallel.join(cfg)
+    cfg, _ = choose(cfg, world.device)
+    model = train.Training(cfg, world).state.model
+    sharded = []
+    ids = torch.arange(32).view(1, 32)
+    with contextlib.redirect_stderr(said):
+        model(ids, ids)[0].backward()
+        with torch.no_grad():
+            model.logits(ids)
+        sharded.append([isinstance(p, DTensor) for p in model.parameters()])
+        parallel.begin_step(model)
+        sharded.append([isinstance(p, DTensor) for p in model.parameters()])
+    return sharded, [p.grad for p in model.parameters() if p.grad is not None], said.getvalue()
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "zero2"])
+def test_a_step_begins_with_shards_and_without_gradients(parallel, data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", parallel=parallel)
+    found = ranks.call(2, after_an_evaluation, words)
+    for (gathered, shards), grads, _ in found:
+        assert not all(gathered) and all(shards) and not grads
+    assert "cleared" in found[0][2]
+
+
+def copies(edit):
+    """Names of the weights whose copies differ, after an edit of rank 1's."""
+    import model as models
+    from scale import parallel
+
+    world = parallel.start("cpu")
+    model = models.build(Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64), world.device, 0)
+    with torch.no_grad():
+        model.wpe.weight[3, 2] += edit * world.rank * 1e-6
+    return parallel.copies_differ(model)
+
+
+def test_copies_that_drift_apart_are_named():
+    assert ranks.call(2, copies, 1) == [["wpe.weight"]] * 2
+    assert ranks.call(2, copies, 0) == [[]] * 2
