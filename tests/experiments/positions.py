@@ -78,7 +78,6 @@ PATCHES = [
         },
         (*OF_LAYERS, modes.ATTENTION),
         refused={
-            modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another",
             modes.CONTEXT: "context_parallel=2: the loss",
         },
         cached=False,
