@@ -78,6 +78,7 @@ PATCHES = [
         },
         (*OF_LAYERS, modes.ATTENTION),
         refused={
+            modes.ATTENTION: "a block has called none",
             modes.CONTEXT: "context_parallel=2: the loss",
         },
         cached=False,
