@@ -219,6 +219,7 @@ class Config(GPTConfig):
     context_parallel: int = 1  # ranks that share a sequence, see scale/context_parallel.py
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which ranks sum up gradients
     timeout_s: int = 600  # how long ranks wait for one that hangs
+    prove: bool = True  # that model.py holds in this run's modes, see run/prove.py; in seconds
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
     remat_every: float | Literal["auto"] = 1  # every k-th block; 1.5: two of three; auto: what fits

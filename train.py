@@ -44,6 +44,7 @@ from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger, progress
 from run.pack import magnitudes
+from run.prove import prove
 from run.resume import Start
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
@@ -171,15 +172,17 @@ def train(cfg, world, watch, stack):
     # the data
     generators.seed(cfg.seed + world.rank)  # a loader of one's own may draw
     loader = make_loader(cfg, world)
-    if cfg.overfit:
-        loader = Repeated(loader, cfg.micro_steps(world.size))
     tokenizer = cfg.tokenizer or getattr(loader, "tokenizer", None)
     cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
     val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
     agreement.data(cfg, loader, val_loaders)
+    eot = getattr(loader, "eot", None)
+    proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
+    if cfg.overfit:
+        loader = Repeated(loader, cfg.micro_steps(world.size))
 
     # the model, the optimizer and how a step is computed
-    training = Training(cfg, world, loader, start.weights, getattr(loader, "eot", None))
+    training = Training(cfg, world, loader, start.weights, eot)
     state = training.state
 
     # console and log, evaluations
@@ -199,7 +202,7 @@ def train(cfg, world, watch, stack):
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     stack.enter_context(saver)
-    rows = [*chosen, *describe(cfg, training, start)]
+    rows = [*chosen, *describe(cfg, training, start), *proved]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     log.start(state, rows, given, training.analysis)
     if cfg.compile:
@@ -224,6 +227,7 @@ def train(cfg, world, watch, stack):
 
         if done:
             break
+        parallel.begin_step(state.model)  # whose parameters() are this rank's shards from here on
 
         # rate and batch, micro-steps, clip, step
         began = parallel.Moment(world.device)

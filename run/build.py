@@ -21,8 +21,8 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, pack, source
 from run.flops import ModelAnalysis, total_and_matmul_parameters
-from scale import context_parallel, memory, mixing, parallel
-from scale.precision import autocast, pick_ops, pick_precision
+from scale import context_parallel, memory, parallel
+from scale.precision import pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError
 
@@ -151,7 +151,10 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
-    refuse_edits(cfg, analysis)
+    if analysis.draws and cfg.compile and cfg.remat != "none":
+        what = f"remat={cfg.remat}: model.py draws from numpy's or Python's random numbers"
+        why = "of which torch.compile does not draw the same again"
+        raise UserError(f"{what}, {why}; draw from torch, or set --compile=False")
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
     if is_sharded(cfg):
@@ -173,7 +176,6 @@ def build_model(cfg, world, weights=None, eot=None):
     parallel.broadcast(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
-    mixing.check(model, cfg, world, autocast(cfg.precision, device), eot)
     model.trained = parallel.trained(model)
     return model, analysis
 
@@ -199,26 +201,6 @@ def separator(cfg):
         why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
         raise UserError(f"document_mask {why}; set --tokenizer")
     return None
-
-
-def refuse_edits(cfg, analysis):
-    """Raises UserError for an edit of model.py that a setting would make wrong."""
-    if analysis.bypassed and (cfg.document_mask or cfg.context_parallel > 1):
-        why = "which model.py's attention does not call: see docs/experiment.md"
-        raise UserError(f"document_mask and context_parallel go around attn.core, {why}")
-    if cfg.cuda_graph and analysis.unsaved:
-        why = "is kept from call to call, which a replay does not run; make it a buffer"
-        raise UserError(f"cuda_graph=True: {analysis.unsaved[0]} {why}")
-    if cfg.remat == "none":
-        return
-    if analysis.draws and cfg.compile:
-        what = f"a block draws from numpy's or Python's random numbers: under remat={cfg.remat}"
-        why = "torch.compile does not draw the same again; draw from torch, or set --compile=False"
-        raise UserError(f"{what} {why}")
-    if analysis.updates:
-        again = f"under remat={cfg.remat} a block runs twice, and so would change"
-        advice = "change it in train.py's loop, or set --remat=none"
-        raise UserError(f"{again} {analysis.updates[0]} twice; {advice}")
 
 
 def is_sharded(cfg):

@@ -1,19 +1,18 @@
 """What any model.py computes (operations, FLOPs, MFU), from a forward and backward on meta."""
 
 import inspect
+import pickle
 import re
 from collections import Counter
-from functools import partial
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import kernels
 import model as models
 from fast import forms
-from scale import edits, generators
+from scale import generators
 from scale.precision import DTYPES
 from system.errors import UserError, listed
 
@@ -137,10 +136,8 @@ def on_meta(cfg):
 class ModelAnalysis:
     """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
-    unused: parameters without a gradient. regular: every block ran once. bypassed: one ran without
-    attn.core. draws: one drew from numpy's or Python's random numbers. unsaved: names of
-    attributes, numbers or tensors, that one forward leaves for the next, and that no checkpoint
-    has. updates: names of the buffers and unsaved attributes of blocks that a forward changes.
+    unused: parameters without a gradient. regular: every block ran once. draws: the forward drew
+    from numpy's or Python's random numbers, which may decide what runs.
     read_elsewhere: names of the blocks' linear layers whose weight is read by something other than
     an operation of kernels.py. problem: why the forward could not be run without values, so that
     nothing of this is known: values may decide which parameters it uses.
@@ -149,12 +146,11 @@ class ModelAnalysis:
     def __init__(self, cfg, device):
         model = on_meta(cfg)
         refuse_other_forms(model)
-        drawn = generators.Drawn()
-        runs = count_runs(model, drawn)
-        numbers = edits.numbers(model)
-        versions = edits.versions(model)
+        runs = count_runs(model)
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
+        generators.seed(cfg.seed)  # as all ranks do, since DDP depends on what is found
+        before = pickle.dumps(generators.others())
         with operations, ParametersRead() as read:
             try:
                 self.flops_per_token = flops_per_token(model, cfg, operations)
@@ -169,20 +165,14 @@ class ModelAnalysis:
         self.parameters = sum(p.numel() for p in model.parameters())
         # parameters and buffers that no checkpoint gave a value, though one was loaded
         self.new = []
-        self.draws = drawn.found
-        self.unsaved = edits.changed_numbers(numbers)
-        changed = edits.changed_buffers(model, versions)
-        self.regular = self.bypassed = False
+        self.draws = before != pickle.dumps(generators.others())
+        self.regular = False
         self.unused, self.read_elsewhere = [], []
         if not self.problem:
-            of_blocks = {block: runs[block] for block in model.blocks}
-            self.bypassed = runs["attention"] < sum(of_blocks.values())
-            self.regular = all(count == 1 for count in of_blocks.values())
+            self.regular = all(runs[block] == 1 for block in model.blocks)
             for name, p in model.named_parameters():
                 if p.requires_grad and p.grad is None:
                     self.unused.append(name)
-            self.unsaved += edits.read_from_before(model)  # last, since it runs the model again
-        self.updates = [name for name in changed + self.unsaved if name.startswith("blocks.")]
         for name, layer in model.blocks.named_modules(prefix="blocks"):
             if isinstance(layer, torch.nn.Linear) and (self.problem or layer.weight in read.found):
                 self.read_elsewhere.append(name)
@@ -190,7 +180,7 @@ class ModelAnalysis:
     @property
     def some_without_gradient(self):
         """Whether a micro-step may leave parameters without a gradient."""
-        return bool(self.problem or self.unused)
+        return bool(self.problem or self.unused or self.draws)
 
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation; None if it is unknown.
@@ -222,9 +212,6 @@ class ModelAnalysis:
         rows.append(("operations", "; ".join(words)))
         for edit in dict.fromkeys(forms.edits.values()):
             rows.append(("edited", f"{edit}, and runs as it stands, in plain PyTorch"))
-        if self.unsaved:
-            words = f"{listed(self.unsaved)}: kept from call to call, but in no checkpoint"
-            rows.append(("warning", f"{words}; a resumed run begins anew: make it a buffer"))
         if self.unused:
             names = listed(self.unused)
             rows.append(
@@ -233,25 +220,15 @@ class ModelAnalysis:
         return rows
 
 
-def count_runs(model, drawn):
-    """Counter of {a block, or "attention": its runs} from now on; drawn: looks at each block."""
+def count_runs(model):
+    """Counter of {a block: its runs} from now on."""
     runs = Counter()
 
-    def count_block(block, *_):
+    def count(block, *_):
         runs[block] += 1
 
-    def count_attention(core, *inputs, **named):
-        runs["attention"] += 1
-        return core(*inputs, **named)
-
     for block in set(model.blocks):  # an edit may have one of them several times
-        block.register_forward_pre_hook(drawn.begin)
-        block.register_forward_hook(drawn.end)
-        block.register_forward_hook(count_block)
-    for module in model.modules():
-        core = getattr(module, "core", None)
-        if core is kernels.attention or isinstance(module, models.Attention):
-            module.core = partial(count_attention, core)
+        block.register_forward_hook(count)
     return runs
 
 

@@ -3,7 +3,7 @@
 Only attention's core mixes tokens: an all-to-all before it exchanges tokens for heads, so that a
 rank has all tokens of some heads, and one after it reverses that (Ulysses,
 https://arxiv.org/abs/2309.14509). They are data-parallel ranks to gradients. An edit that mixes
-tokens outside attn.core is refused, see scale/mixing.py.
+tokens outside attn.core is refused, see run/prove.py.
 """
 
 import contextlib
@@ -130,23 +130,6 @@ class Ulysses:
             first = rank * q.size(1)
             named = named | {"heads": slice(first, first + q.size(1))}
         return self.core(q, k, v, *options, **named)
-
-    def is_head_free(self, q, k, v, *options, **named):
-        """Whether the core computes of all heads what it computes of each rank's heads apart.
-
-        A core that draws random numbers cannot be compared, and counts as such.
-        """
-        y = self.core(q, k, v, *options, **named)
-        heads = [x.chunk(self.ranks.size, dim=1) for x in self.repeat_kv_heads(q, k, v)]
-        try:
-            parts = []
-            for rank, own in enumerate(zip(*heads)):
-                parts.append(self.attend(rank, *own, *options, **named))
-            same = (torch.cat(parts, dim=1) - y).std() <= 0.01 * y.std()
-        except Exception:
-            # of any type: an edit's core may have as many factors as there are heads, say
-            return False
-        return bool(same) or not torch.equal(y, self.core(q, k, v, *options, **named))
 
 
 def all_to_all(parts, group):

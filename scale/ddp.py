@@ -3,7 +3,6 @@
 import inspect
 import warnings
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -43,8 +42,6 @@ class DDP(DistributedDataParallel):
     So is state.model.logits(...) beside such a call; by itself its gradients would not be averaged.
     """
 
-    calls = 0  # with gradients, in this micro-step
-
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
@@ -60,17 +57,6 @@ class DDP(DistributedDataParallel):
             return self(*args, **options)
 
         return call
-
-    def forward(self, *args, **options):
-        self.calls += int(torch.is_grad_enabled())
-        if self.calls > 1 and self.find_unused_parameters and self.require_backward_grad_sync:
-            what = (
-                "DDP allows one call of self.model in a micro-step where some parameters "
-                "have no gradient"
-            )
-            why = "drop those parameters (see the warning at the start), or --parallel=fsdp"
-            raise UserError(f"{what}; {why}")
-        return super().forward(*args, **options)
 
     def _run_ddp_forward(self, *args, **options):
         method = self.__dict__.pop("method", None)

@@ -26,7 +26,8 @@ def shard(model, cfg, world, analysis=None):
     if memory.gathers_8_bits(cfg, mesh.size(-1)):
         layers = layers_for_8_bits(model, analysis.read_elsewhere if analysis else ())
         fast.fp8.gather_in_8_bits(layers, mesh.size(-1))
-    if analysis and analysis.problem:  # values may decide which parameters a block uses
+    # values, or numbers that a rank draws, may decide which parameters a block uses
+    if analysis and (analysis.problem or analysis.draws):
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
 

@@ -1,7 +1,6 @@
 """Random generators of torch, numpy and Python: seeded by rank, saved, and set back by remat."""
 
 import contextlib
-import pickle
 import random
 
 import numpy as np
@@ -55,18 +54,6 @@ def preserved(device):
 def others():
     """The states of numpy's and of Python's generator, cheaper than those of `states`."""
     return np.random.get_state(), random.getstate()
-
-
-class Drawn:
-    """Hooks that note whether a module's forward draws from numpy's or Python's generator."""
-
-    found = False
-
-    def begin(self, *_):
-        self.before = pickle.dumps(others())
-
-    def end(self, *_):
-        self.found = self.found or self.before != pickle.dumps(others())
 
 
 def replay():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale.shards import local
-from system.errors import UserError, launched, this_rank
+from system.errors import UserError, launched, this_rank, warn
 
 
 class World(NamedTuple):
@@ -145,6 +145,45 @@ def free_gathered(model):
         unit.reshard()
 
 
+def begin_step(model):
+    """Makes parameters() the shards again, and gradients none, after code that ran the model."""
+    free_gathered(model)
+    if any(p.grad is not None for p in model.parameters()):
+        warn("gradients were there before a step, as of a backward() in an evaluation: cleared")
+        model.zero_grad(set_to_none=True)
+
+
+def checksums(model):
+    """int64 (n,): of each parameter the sum of its bits, of the rows that this rank holds."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for p in model.parameters():
+        rows = local(p).contiguous()
+        sums.append(rows.view(kinds[rows.dtype.itemsize]).sum(dtype=torch.int64))
+    return torch.stack(sums)
+
+
+def copies_differ(model):
+    """Names of parameters of which ranks hold copies that differ; they must not drift apart.
+
+    All ranks call it; it waits for the device.
+    """
+    p = next(model.parameters())
+    group = None
+    if isinstance(p, DTensor):
+        if p.device_mesh.ndim == 1:
+            return []
+        group = p.device_mesh.get_group("replicate")
+    if not dist.is_initialized():
+        return []
+    lowest = checksums(model)
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    differ = sum_over_ranks((lowest != highest).int()).tolist()
+    return [name for (name, _), found in zip(model.named_parameters(), differ) if found]
+
+
 @contextlib.contextmanager
 def sync_gradients(model, on):
     """Around a micro-step.
@@ -153,7 +192,6 @@ def sync_gradients(model, on):
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
-        model.calls = 0
     elif isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(on)
         for unit in model.unsharded_units:
@@ -162,12 +200,6 @@ def sync_gradients(model, on):
         divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
         refuse_changes(model, may_freeze=not divided)
     yield
-    if isinstance(model, DistributedDataParallel) and on and not model.calls:
-        what = (
-            "a micro-step calls only state.model, whose gradients DDP does not average "
-            "over the ranks"
-        )
-        raise UserError(f"{what}; write self.model(...) or self.model.logits(...)")
 
 
 def trained(model):

@@ -255,6 +255,7 @@ def data_dir(tmp_path_factory):
 def flags(data_dir, out_dir, **settings):
     """Words of the test recipe on byte shards."""
     base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", tokenizer="bytes")
+    base["prove"] = False
     return [
         "config/test.py",
         *(f"--{k}={v}" for k, v in (base | {"eval_interval": 0} | settings).items()),

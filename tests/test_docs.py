@@ -1,6 +1,5 @@
 """The worked examples of docs/experiment.md run as they stand, put into a copy of the sources."""
 
-import json
 import re
 import shutil
 
@@ -72,29 +71,6 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
     assert again == losses  # the later lines of steps 401 to 600
 
 
-def test_multiple_choice_from_a_file(tmp_path, data_dir):
-    code = copy_of_sources(tmp_path / "code")
-    evaluation = block("import json")
-    assert len(evaluation.strip().splitlines()) <= 25
-    replaced(code / "train.py", "def main(cfg):", evaluation + "\n\ndef main(cfg):")
-    added = re.search(r"    (evaluations.add\(.*\))", TEXT)[1]
-    anchor = "    warnings = add_evaluations(evaluations, cfg, world, val_loaders)\n"
-    replaced(code / "train.py", anchor, f"{anchor}    {added}\n")
-    quiz = [
-        dict(question="2 + 2 =", choices=["3", "4"], answer=1),
-        dict(question="a", choices=["b", "c", "dd"], answer=0),
-    ]
-    (code / "quiz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in quiz))
-    out = run(code, flags(data_dir, tmp_path / "run", eval_interval=6))
-    found = [line for line in read_log(tmp_path / "run") if line["kind"] == "quiz"]
-    assert [line["step"] for line in found] == [0, 12] and {line["accuracy"] for line in found} <= {
-        0,
-        0.5,
-        1,
-    }
-    assert "quiz 12 | accuracy " in out
-
-
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     code = copy_of_sources(tmp_path / "code")
@@ -107,7 +83,8 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     replaced(code / "optim.py", "def build(name", block("class Lion") + "\n\ndef build(name")
     chosen = block("    if name ==").strip()
     replaced(code / "optim.py", anchors["optim.py"], f"{chosen}\n    {anchors['optim.py']}")
-    replaced(code / "settings.py", anchors["settings.py"], block("    optimizer: Literal"))
+    named = anchors["settings.py"].replace('"muon"]', '"muon", "lion"]')
+    replaced(code / "settings.py", anchors["settings.py"], named)
     words = flags(data_dir, tmp_path / "run", optimizer="lion", lr=3e-4, max_skipped_steps=2)
     out = run(code, words)
     assert "the states of Lion, and activations, are not estimated" in " ".join(out.split())

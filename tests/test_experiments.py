@@ -41,7 +41,9 @@ from experiments import (
 )
 
 MODULES = (losses, randomness, positions, layers, building, loop, operations, optimizers, shelf)
-SETTINGS = dict(n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32")
+SETTINGS = dict(
+    n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32", prove=True
+)
 SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale
 CHANGES = {  # of the settings in each mode that is a run of train.py
@@ -323,7 +325,7 @@ def resumed_otherwise(runs, mode, whole):
         if a[group].keys() != b[group].keys():
             wrong.append(f"other tensors in {group}")
         wrong += [f"{name} differs" for name, t in a[group].items() if not t.equal(b[group][name])]
-    if state["values"] != other["values"]:
+    if state["leaves"] != other["leaves"]:
         wrong.append("other values beside the tensors")
     return wrong
 

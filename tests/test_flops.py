@@ -9,13 +9,10 @@ from compare import CPU, LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
 import fast
-import kernels
 import model as models
 from fast import forms
-from run import build, flops
+from run import flops
 from run.flops import ModelAnalysis
-from scale import context_parallel
-from scale.parallel import World
 from settings import Config
 from system.errors import UserError
 
@@ -157,63 +154,6 @@ def test_a_block_compiled_in_init_is_named(monkeypatch):
     monkeypatch.setattr(models.Block, "__init__", compiled)
     with pytest.raises(UserError, match="compile"):
         analysed()
-
-
-def test_what_a_forward_keeps_outside_of_buffers_is_named(monkeypatch):
-    """A count, and a tensor that the next call reads; one that is set before it is read is not."""
-    embed = models.GPT.embed
-
-    def counts(self, idx, positions):
-        self.calls += 1
-        x = embed(self, idx, positions)
-        self.memory, self.size = x.detach().mean(), x.square().mean()
-        return x + self.size
-
-    def reads(self, idx, positions):
-        memory = self.memory
-        return counts(self, idx, positions) + memory
-
-    monkeypatch.setattr(models.GPT, "calls", 0, raising=False)
-    monkeypatch.setattr(models.GPT, "memory", 0.0, raising=False)
-    made = models.GPT.__init__
-
-    def init(self, cfg):
-        made(self, cfg)
-        self.calls = 0
-
-    monkeypatch.setattr(models.GPT, "__init__", init)
-    for forward, names in ((embed, []), (counts, ["calls"]), (reads, ["calls", "memory", "size"])):
-        monkeypatch.setattr(models.GPT, "embed", forward)
-        found, cfg = analysed()
-        assert found.unsaved == names and found.updates == []
-        rows = [words for kind, words in found.rows() if kind == "warning"]
-        assert [", ".join(names) in words for words in rows] == [True] * bool(names)
-    with pytest.raises(UserError, match="cuda_graph=True: calls is kept from call to call"):
-        build.refuse_edits(dataclasses.replace(cfg, cuda_graph=True), found)
-
-
-@pytest.mark.parametrize("setting", [dict(document_mask=True), dict(context_parallel=2)])
-def test_what_wraps_attention_refuses_an_attention_that_it_does_not_reach(setting, monkeypatch):
-    """One that computes softmax by itself instead of calling self.core, and one without a core."""
-
-    def forward(self, x, idx, positions):
-        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-    class Mixer(nn.Linear):
-        def __init__(self, cfg, rope, layer):
-            super().__init__(cfg.n_embd, cfg.n_embd)
-
-    assert not analysed()[0].bypassed
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Attention, "forward", forward)
-        assert analysed()[0].bypassed
-        with pytest.raises(UserError, match="attn.core, which model.py's attention does not call"):
-            build.build_model(Config(**{**SMALL, **setting}), World(0, 2, CPU))
-    monkeypatch.setattr(models, "Attention", Mixer)
-    with pytest.raises(UserError, match="block 0 of model.py has none"):
-        context_parallel.attentions(models.GPT(Config(**SMALL)), "document_mask")
 
 
 @pytest.mark.parametrize("name, precision, tflops", [

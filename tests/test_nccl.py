@@ -3,18 +3,14 @@
 NCCL differs: the host runs ahead of the device, and a rank that waits for a dead one gets no error.
 """
 
+import re
+
 import pytest
 import ranks
 import torch
 from compare import repeated
 from conftest import flags, write_shard
 from test_signals import attempt, check_restarts, check_told, error_lines
-
-from configurator import configure
-from run.build import choose
-from scale import mixing, parallel
-from scale.precision import autocast
-from settings import Config
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, {GPUS} found")]
@@ -60,18 +56,14 @@ def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
     assert done.codes == [5, 5] and len(error_lines(done)) == 1, (done.codes, done.stderr)
 
 
-def proof_in_rank(words):
-    """`mixing.check` on a narrow model of all layers, whose GEMMs are not in TF32."""
-    cfg = configure(Config, words)
-    world = parallel.join(cfg)
-    cfg, _ = choose(cfg, world.device)
-    mixing.check(None, cfg, world, autocast(cfg.precision, world.device))
-    return torch.get_float32_matmul_precision()
-
-
-def test_a_model_of_32_blocks_may_share_its_rows():
-    words = ["config/llama3_8b.py", "--context_parallel=2", "--precision=bf16"]
-    assert ranks.call(2, proof_in_rank, words) == ["high"] * 2
+@pytest.mark.parametrize("settings", [
+    dict(parallel="fsdp", remat="block"), dict(context_parallel=2, document_mask=True),
+    dict(parallel="zero2", optimizer="muon", remat="selective"),
+])  # fmt: skip
+def test_the_model_is_proved_on_nccl(data_dir, tmp_path, settings):
+    words = flags(data_dir, tmp_path / "run", **ON_GPUS | settings | dict(prove=True, max_steps=2))
+    done = ranks.run(2, words)
+    assert done.returncode == 0 and re.search(r"\nprove +\d", done.stdout), done.stdout
 
 
 @pytest.mark.fault(60)

@@ -205,9 +205,7 @@ PATCHES = [
         (modes.DDP,),
         sample=(),
         settings=dict(document_mask=True),
-        refused=dict.fromkeys(
-            ("eager", modes.DDP), "mixes tokens outside of attn.core, so that they cross documents"
-        ),
+        refused=dict.fromkeys(("eager", modes.DDP), "document_mask=True"),
     ),
     Patch(
         "a token shift from zero",

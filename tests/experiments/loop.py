@@ -242,7 +242,7 @@ PATCHES = [
         {"train.py": [(FORWARD, FORWARD.replace("self.model", "self.state.model"))]},
         (modes.DDP, modes.FSDP),
         sample=(modes.DDP, modes.FSDP),
-        refused={modes.DDP: "calls only state.model, whose gradients DDP does not average"},
+        refused={modes.DDP: "2 ranks, 2 micro-steps: the gradient"},
         unchanged=True,
     ),
     Patch(

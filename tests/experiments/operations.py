@@ -45,7 +45,6 @@ PATCHES = [
         {"kernels.py": [QUERIES]},
         (*OF_LAYERS, modes.ATTENTION, modes.COMPILED, modes.FSDP, modes.RESUMED),
         sample=(modes.SAMPLED, modes.ATTENTION),
-        refused={modes.ATTENTION: "kernels.attention was edited; try --remat=block"},
         cached=False,
     ),
     Patch(

@@ -78,8 +78,8 @@ PATCHES = [
         },
         (*OF_LAYERS, modes.ATTENTION),
         refused={
-            modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another",
-            modes.CONTEXT: "attn.core depends on which heads it is given",
+            modes.ATTENTION: "a block has called none",
+            modes.CONTEXT: "context_parallel=2: the loss",
         },
         cached=False,
     ),

@@ -9,7 +9,6 @@ from experiments.patch import ALL, UNPATCHED, Patch
 
 FOLDER = ROOT / "experiments"
 NO_CORE = {modes.SELECTIVE: "model.py's block has none; try --remat=block"}
-OTHER_CORE = {modes.ATTENTION: "this remat wraps attn.core, and model.py's block has another"}
 # ranks, and micro-steps, draw other numbers
 DRAWN = (
     modes.RESUMED,
@@ -34,7 +33,7 @@ def shelved(name, what, edits=None, modes=STATELESS, **more):
 def within_documents(name):
     """That patch is refused under document masks, at the start."""
     settings = dict(n_layer=3, document_mask=True)
-    refused = dict.fromkeys(("eager", modes.DDP), "so that they cross documents")
+    refused = dict.fromkeys(("eager", modes.DDP), "document_mask=True")
     options = dict(settings=settings, refused=refused, file=FOLDER / f"{name}.patch")
     return Patch(f"{name} within documents", "refused", {}, (modes.DDP,), **options)
 
@@ -117,7 +116,6 @@ PATCHES = [
         "two of three blocks see the last tokens only",
         edits={"model.py": [("WINDOW = 64", "WINDOW = 8")]},
         sample=(modes.SAMPLED, modes.BLOCK),
-        refused=OTHER_CORE,
         cached=False,
         export=DIFFERS,
     ),
@@ -142,9 +140,8 @@ PATCHES = [
     shelved(
         "masked_diffusion",
         "a random share of each row is hidden, and is all that is predicted",
-        modes=DRAWN,
+        modes=tuple(mode for mode in DRAWN if mode != modes.CONTEXT),  # which is not proved
         sample=(modes.RESUMED, modes.BLOCK),
-        refused=OTHER_CORE | {modes.CONTEXT: ONE_POSITION},
         cached=False,
         export=ONE_POSITION,
     ),
