@@ -32,7 +32,7 @@ from scale import parallel
 from scale.shards import copy_into, is_first_copy, local, rows_of
 from settings import Config, GPTConfig
 from system import files
-from system.errors import UserError, refuse, warn
+from system.errors import UserError, listed, refuse, warn
 
 DIGITS = "[0-9]" * 8
 STATE_FORM = {"step": files.count, "config": {}, "tokens?": files.count, "seconds?": files.number}
@@ -91,6 +91,9 @@ class Saver:
         """
         self.wait()
         parallel.free_gathered(state.model)
+        if drifted := parallel.copies_differ(state.model):
+            what = f"{listed(drifted)}: the ranks' copies differ, which must not drift apart"
+            raise CheckpointError(f"step {state.step}: {what}; earlier checkpoints are intact")
         tensors, values = everywhere(partial(pack, state))
         self.refuse_not_finite(state, tensors, values)
         own = files_of_rank(tensors, values)
