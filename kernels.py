@@ -97,7 +97,8 @@ def rope(x, layer, cos, sin):
 @operation(forms.rotated)  # a backward of its own, on every device
 def rotated(x, cos, sin):
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).type_as(x)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (T, D)
+    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
 # Of each setting's backends the first that takes the shapes, dtype and device runs.

@@ -22,7 +22,7 @@ COMPUTED = {  # what a definition calls stands before it
     "mlp": "b24dd55e2ee1",
     "LayerNorm": "2e788bdc167a",
     "RMSNorm": "f0eb57f62f4c",
-    "rotated": "58c291172bc5",
+    "rotated": "6f8ed70bf3c2",
     "rope": "cae5510b9831",
     "attention": "e3c3229e46d5",
     "cap": "a400c7d754d2",
