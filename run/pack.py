@@ -239,7 +239,8 @@ def load_rank(model, tree):
     """Restores what `rank_tree` found."""
     generators.restore(tree["generators"], parallel.device_of(model))
     amaxes = magnitudes(model)
-    if len(amaxes) == len(tree["amaxes"]):  # DDP has two for a weight, FSDP2 one
+    # DDP has two for a weight, FSDP2 one
+    if [amax.shape for amax in amaxes] == [saved.shape for saved in tree["amaxes"]]:
         for amax, saved in zip(amaxes, tree["amaxes"]):
             amax.copy_(saved)
 
