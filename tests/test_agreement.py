@@ -39,7 +39,7 @@ def attempt(*words):
     dict(parallel="fsdp"),
     slow(dict(batch_size=2)),
 ])  # fmt: skip
-@pytest.mark.fault(87, 99)
+@pytest.mark.fault(87)
 def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path, settings):
     """Also one on which it depends which collectives there are."""
     own = flags(data_dir, tmp_path / "run", max_steps=2)
@@ -150,7 +150,6 @@ def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monke
         agreement.settings(Config())
 
 
-@pytest.mark.fault(99)
 def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(data_dir, tmp_path):
     shared, own = tmp_path / "run", tmp_path / "own"
     assert ranks.run(0, flags(data_dir, shared, max_steps=2)).returncode == 0

@@ -610,7 +610,6 @@ def step_with_fault(words, fault, at_rank):
     ("memory", "01", [2, 2], "error: out of memory: .*batch_size"),
     ("SIGINT", "1", [1, 130], None),
 ])  # fmt: skip
-@pytest.mark.fault(109)
 def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, codes, said):
     words = [*TINY, "--steps=100", "--compile=False"]
     done, _ = ranks.attempt(2, step_with_fault, words, fault, at_rank, timeout=60)

@@ -31,7 +31,6 @@ def make(*argv):
     return configure(Config, list(argv))
 
 
-@pytest.mark.fault(14, 15)
 def test_defaults_and_flags():
     assert make() == Config()
     cfg = make("--n_layer=3", "--lr=1", "--name=a=b=c", "--no_compile", "--kind=b", "--top_k=None")
@@ -123,7 +122,6 @@ def printed(redirect, *words, **environment):
     return done.returncode, done.stdout, done.stderr.decode()
 
 
-@pytest.mark.fault(93)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_what_a_console_cannot_show_is_escaped(encoding):
     code, out, err = printed("", "--needed", PYTHONIOENCODING=encoding, PYTHONUTF8="0", LC_ALL="C")
@@ -132,7 +130,6 @@ def test_what_a_console_cannot_show_is_escaped(encoding):
     assert out == words.encode(encoding, "backslashreplace")
 
 
-@pytest.mark.fault(93)
 def test_a_script_ends_quietly_where_nobody_reads():
     assert printed(">&UNREAD", "--needed")[::2] == (141, "")
 
@@ -157,14 +154,12 @@ def test_a_config_file_is_utf_8_in_any_locale(tmp_path):
     ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
     ("--config=config/test.py", "did you mean the file's path alone, without --config=?"),
 ])  # fmt: skip
-@pytest.mark.fault(13, 14, 15)
 def test_bad_words(word, message):
     with pytest.raises(UserError, match="command line|no such") as error:
         make(word)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.fault(13, 14, 15)
 def test_a_flag_that_is_denied_takes_no_value():
     words = "--no_compile takes no value; write --no_compile or --compile=true$"
     with pytest.raises(UserError, match=words):
@@ -180,7 +175,6 @@ def test_a_flag_that_is_denied_takes_no_value():
     ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
     ("\0", "c.py:1: source code"),
 ])  # fmt: skip
-@pytest.mark.fault(17)
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "c.py"
     path.write_text(text)
@@ -195,7 +189,6 @@ def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
     assert configure(settings.Config, ["--wandb", "llama_124m"]).wandb
 
 
-@pytest.mark.fault(15, 16)
 def test_words_that_are_no_config_files():
     @dataclass
     class Words(Config):
@@ -205,7 +198,6 @@ def test_words_that_are_no_config_files():
     assert cfg.words == ["a", "b", "d"] and cfg.name == "c"
 
 
-@pytest.mark.fault(18)
 def test_all_mistakes_at_once(tmp_path):
     (tmp_path / "c.py").write_text("n_layer = 'two'\nlerning_rate = 1\nlr = 2\n")
     with pytest.raises(UserError) as error:
@@ -362,7 +354,6 @@ def test_ctrl_c_is_one_line_and_130():
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
 
 
-@pytest.mark.fault(106)
 def test_ctrl_c_in_the_imports_is_one_line_and_130():
     code = "import configurator, signal\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

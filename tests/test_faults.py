@@ -266,7 +266,7 @@ def test_mutations_of_records_that_a_run_can_do_without(tmp_path, count):
     survey(gpt2, put("config.json"), lambda: hf.read_config(tmp_path), count, 9, always)
 
 
-@pytest.mark.fault(1, 2, 3, 4, 5, 54)
+@pytest.mark.fault(1, 54)
 @pytest.mark.parametrize("count", MANY)
 def test_mutations_of_a_shards_header(tmp_path, count):
     rng, path = random.Random(5), write_shard(tmp_path / "a_train_000001.bin", range(50))
@@ -356,7 +356,6 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     assert steps() == [4, 5]
 
 
-@pytest.mark.fault(51)
 @pytest.mark.parametrize("settings", [{}, {"pack": 64}, {"shuffle_seed": 1}, {"max_tokens": 7_000}])
 def test_killed_before_the_manifest(tmp_path, settings):
     shards(tmp_path / "whole", **settings)
@@ -368,7 +367,6 @@ def test_killed_before_the_manifest(tmp_path, settings):
 
 
 @pytest.mark.gpt2
-@pytest.mark.fault(37)
 def test_no_other_process_encodes(tmp_path, monkeypatch):
     """A worker that dies cannot leave fineweb.py waiting: its threads encode."""
     for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess, "Popen")):
@@ -376,7 +374,6 @@ def test_no_other_process_encodes(tmp_path, monkeypatch):
     shards(tmp_path / "d", tokenizer="gpt2", shard_tokens=50_000)
 
 
-@pytest.mark.fault(59)
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
@@ -466,7 +463,6 @@ def test_a_data_folder_takes_its_own_tokenizer(tmp_path):
     )
 
 
-@pytest.mark.fault(64)
 @pytest.mark.parametrize("name", ["a [b", "with space/", "link"])
 def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     copy_or_link = os.symlink if name == "link" else shutil.copytree
@@ -486,7 +482,6 @@ def test_odd_names_of_folders(data_dir, tmp_path, name, capsys):
     )
 
 
-@pytest.mark.fault(43)
 def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -500,7 +495,6 @@ def test_a_port_in_use_is_one_line(data_dir, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.fault(65)
 @pytest.mark.parametrize("word", ILLEGAL.split())
 def test_numbers_that_are_none_are_refused(word):
     with pytest.raises(UserError) as error:
@@ -515,7 +509,7 @@ def train_until_killed(words, seconds):
     train.main(configure(Config, words))
 
 
-@pytest.mark.fault(21, 22)
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("number, kills", [(0, 60), (2, 50)])
 @pytest.mark.repeated
 @pytest.mark.slow

@@ -99,7 +99,6 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
         assert again.file is not None
 
 
-@pytest.mark.fault(70)
 def test_a_damaged_lock_counts_for_nothing_and_a_link_is_not_followed(tmp_path):
     (tmp_path / "run.lock").write_bytes(b"\xff\x00{")
     with (

@@ -138,7 +138,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     assert contents(tmp_path / "d") == before
 
 
-@pytest.mark.fault(38, 84)
 def test_kinds_of_files(tmp_path):
     """A BOM or blanks in front cost no document; pandas 3 writes text as large_string."""
     zstandard = pytest.importorskip("zstandard")
@@ -408,7 +407,6 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     assert left == {*users, "dir.tmp", ".a_train_000001.bin.5.tmp"}
 
 
-@pytest.mark.fault(84, 85)
 def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
     for name, data in {
         "one.txt": b"only one document",

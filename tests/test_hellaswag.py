@@ -149,7 +149,6 @@ def test_contexts_and_endings_of_no_token(across):
         hellaswag.prepare([example], tokenizer, 32)
 
 
-@pytest.mark.fault(40)
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
@@ -173,7 +172,6 @@ def test_a_long_context_is_cut_on_its_left():
     pytest.param('{"ctx": ' * 100_000, id="nested"),
     pytest.param("1" * 5000, id="digits"),
 ])  # fmt: skip
-@pytest.mark.fault(40, 81)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
@@ -191,7 +189,6 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
     assert hellaswag.load(path) == [{k: raw[k] for k in ("ctx", "endings")} | {"label": 3}]
 
 
-@pytest.mark.fault(40)
 def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, words in {

@@ -39,7 +39,7 @@ def patch(path, offset, data):
         file.write(data)
 
 
-@pytest.mark.fault(1, 2, 3, 4, 5)
+@pytest.mark.fault(1)
 def test_damaged_shards(data):
     folder, _ = data
     path = folder / "x_train_000002.bin"
@@ -77,7 +77,7 @@ def test_token_beyond_the_vocabulary(data):
     loader.close()
 
 
-@pytest.mark.fault(7, 69)
+@pytest.mark.fault(7)
 def test_other_shards_than_the_manifests(data):
     folder, _ = data
     verify(folder)
@@ -126,7 +126,6 @@ def test_npy_shards_of_build_nanogpt(data, tmp_path):
             TokenLoader(tmp_path, "train", 1, 32)
 
 
-@pytest.mark.fault(8)
 def test_no_data(data, tmp_path):
     folder, _ = data
     for place, T, vocab_size, batch_tokens, words in [
@@ -140,7 +139,6 @@ def test_no_data(data, tmp_path):
             TokenLoader(place, "train", 4, T, batch_tokens=batch_tokens, vocab_size=vocab_size)
 
 
-@pytest.mark.fault(10)
 def test_nanogpt_files(data, tmp_path):
     _, stream = data
     stream.astype("<u2").tofile(tmp_path / "train.bin")

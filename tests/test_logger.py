@@ -136,7 +136,6 @@ def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
     assert lines(tmp_path)[1:] == [{"kind": "train", "step": 2, "loss": None, "norm": None}]
 
 
-@pytest.mark.fault(61)
 def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     log = make(tmp_path)
     log.record("train", 1, loss=1.0)
@@ -182,7 +181,6 @@ def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
     assert given == [usual, ["ours", "gate", "/tmp"], usual]
 
 
-@pytest.mark.fault(33, 61)
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
     log = make(tmp_path, wandb=True)
@@ -195,7 +193,6 @@ def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monke
     assert "wandb is off (RuntimeError: RuntimeError)" in capsys.readouterr().out
 
 
-@pytest.mark.fault(32)
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     log = make(tmp_path)
     log.saved(150, tmp_path)
@@ -259,7 +256,6 @@ def train_without_a_reader(words):
     runpy.run_path("train.py", run_name="__main__")
 
 
-@pytest.mark.fault(93)
 def test_a_run_outlives_its_console(data_dir, tmp_path):
     """The samples of an untrained model are not ASCII."""
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)

@@ -94,7 +94,6 @@ def test_names_are_those_given_or_those_of_the_folders(tmp_path):
         names([a, b], "x")
 
 
-@pytest.mark.fault(81)
 @pytest.mark.parametrize("lines, message", [
     (None, "No such file"),
     ([], "no finite loss"),

@@ -147,7 +147,6 @@ def test_folders_that_do_not_go_together(three, tmp_path):
         verify(data_dir)
 
 
-@pytest.mark.fault(85)
 def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(
     three, tmp_path, capsys
 ):

@@ -240,7 +240,6 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(12)
 def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
     (late := tmp_path / "late.py").write_text(
         "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))"
@@ -267,7 +266,6 @@ def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
     assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
 
 
-@pytest.mark.fault(107)
 @pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])
 def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch, name, word):
     """SLURM and containers set WORLD_SIZE, even to nothing; checks of settings see one rank too."""

@@ -86,7 +86,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--max_seconds=9 --deterministic", 1,
      "deterministic=True, which a clock is not; try --max_tokens"),
 ])  # fmt: skip
-@pytest.mark.fault(12, 18, 80)
 def test_what_cannot_be_is_one_line(words, ranks, message):
     with pytest.raises(UserError, match=message) as error:
         check(configure(Config, words.split()), ranks)

@@ -162,7 +162,6 @@ def test_texts_that_look_like_records_are_texts(tmp_path):
     assert found == ['{"a": 1}\nprint()\n', "[1]\n"]
 
 
-@pytest.mark.fault(92)
 def test_a_path_that_exists_is_no_pattern_no_list_and_no_address(tmp_path):
     names = [
         "a.txt::b.txt",

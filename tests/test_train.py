@@ -265,7 +265,7 @@ def test_a_resumed_run_counts_tokens_and_names_its_own_checkpoint(data_dir, tmp_
     assert "--checkpoint=" not in out.rpartition("steps 4 to 6")[2]  # none was saved in out_dir
 
 
-@pytest.mark.fault(11, 19)
+@pytest.mark.fault(11)
 def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
@@ -337,7 +337,6 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(
         train_here(data_dir, tmp_path / "run", **{**settings, "max_steps": 9}, resume="auto")
 
 
-@pytest.mark.fault(63)
 def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
     train_here(data_dir, tmp_path / "run", max_steps=4)
     train_here(data_dir, tmp_path / "run", max_steps=4, resume="auto")
@@ -383,7 +382,6 @@ def test_a_log_that_is_a_link_is_not_followed(data_dir, tmp_path):
     assert outside.read_text().endswith("of the line") and not log.is_symlink()
 
 
-@pytest.mark.fault(61)
 def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
     train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
 
@@ -418,7 +416,6 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
 
-@pytest.mark.fault(34)
 def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -449,7 +446,6 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     (dict(batch_tokens=262_144), "262,?144"),
     (dict(data_dir="no/such"), "no/such"),
 ])  # fmt: skip
-@pytest.mark.fault(9, 10, 12, 13, 18)
 def test_user_errors(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message) as error:
         train_here(settings.pop("data_dir", data_dir), tmp_path / "run", **settings)
@@ -457,7 +453,6 @@ def test_user_errors(data_dir, tmp_path, settings, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.fault(46)
 def test_an_out_dir_that_cannot_be_is_refused(data_dir, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/run"):
