@@ -160,14 +160,6 @@ def saved(model):
     return found
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
-    """v does not hold the projection's output, in which they lie beside it."""
-    found = saved(build(GROUPED | dict(qk_norm=qk_norm), n_layer=1, block_size=64))
-    kept = [t for t in found if t.dim() == 4 and t.size(1) == 2]  # of k and v
-    assert any(t.untyped_storage().nbytes() > t.nbytes for t in kept) == qk_norm
-
-
 def test_what_is_kept():
     """selective keeps neither gate and up nor their product.
 

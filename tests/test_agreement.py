@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -48,19 +47,6 @@ def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path,
     [line] = error_lines(done)
     (name, value), before = *settings.items(), getattr(configure(Config, own), next(iter(settings)))
     assert f"rank 1 has {name}={value} instead of {before}" in line
-
-
-def test_a_batch_size_that_one_rank_alone_chooses_is_told(data_dir, tmp_path):
-    """The ranks compare how much memory each has before they compare their settings."""
-    given, auto = (
-        flags(data_dir, tmp_path / "run", max_steps=2, batch_size=rows) for rows in (4, "auto")
-    )
-    done = attempt(given, auto)
-    [line] = error_lines(done)
-    assert done.codes == [2, 2] and "batch_size=8 instead of 4" in line
-    assert attempt(auto, auto).codes == [0, 0]
-    # of 16 rows a step
-    assert json.loads((tmp_path / "run/config.json").read_text())["batch_size"] == 8
 
 
 @pytest.mark.fault(87)
@@ -148,19 +134,6 @@ def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monke
     monkeypatch.setattr(agreement.torch, "__version__", "1.0")
     with pytest.raises(UserError, match="torch=1.0 instead of 2."):
         agreement.settings(Config())
-
-
-def test_a_rank_that_does_not_see_the_checkpoints_is_the_cause_that_is_printed(data_dir, tmp_path):
-    shared, own = tmp_path / "run", tmp_path / "own"
-    assert ranks.run(0, flags(data_dir, shared, max_steps=2)).returncode == 0
-    for copied in (False, True):
-        if copied:  # of another run
-            assert ranks.run(0, flags(data_dir, own, max_steps=2, seed=2)).returncode == 0
-        words = [flags(data_dir, folder, max_steps=4, resume="auto") for folder in (shared, own)]
-        done = attempt(*words)
-        assert done.codes == [4, 4], done.stderr
-        [line] = error_lines(done)
-        assert re.search("rank 1", line), line
 
 
 @pytest.mark.fault(88)

@@ -3,31 +3,25 @@
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import re
 import runpy
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-import ranks
-import test_signals
 import torch
 from conftest import ROOT, save_model, train_ranks
 from ranks import call
 from stepping import take_step
 
-import fast
 import model as models
 import train
 from bench import COMMANDS, StepConfig, main, with_shape
 from configurator import configure
 from measure import step
 from run import build
-from scale import adamw8bit, fsdp, memory, parallel
+from scale import fsdp, memory, parallel
 from settings import Config, GPTConfig, check
 from system.errors import UserError
 
@@ -93,58 +87,9 @@ def test_the_snapshot_of_a_gpu_has_the_peak(tmp_path):
 
 
 def test_step_of_a_sharded_model_with_sequences_over_two_ranks():
-    words = [
-        "--steps=2",
-        "--settle=1",
-        "--parallel=fsdp",
-        "--context_parallel=2",
-        "--compile=False",
-    ]
+    words = "--steps=2 --settle=1 --parallel=fsdp --context_parallel=2 --compile=False".split()
     done = bench("step", *TINY, *words)
     assert done.returncode == 0 and "median of 2" in done.stdout, done.stderr
-
-
-def test_collectives_over_two_ranks():
-    done = train_ranks(2, ["--device=cpu", "--max_mib=1"], script="results/speed/comm.py")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^ +1 .*\d+\.\d \( +\d+\)", done.stdout, re.MULTILINE), done.stdout
-    assert "FutureWarning" not in done.stderr, "a newer PyTorch has another name for a collective"
-    alone = train_ranks(0, ["--device=cpu"], script="results/speed/comm.py")
-    assert alone.returncode == 2 and "comm.py needs several ranks" in alone.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="they measure where there is a GPU")
-@pytest.mark.parametrize("script, words", [
-    ("speed/sampling.py", []),
-    ("speed/ops.py", []),
-    ("speed/comm.py", []),
-    ("speed/ladder.py", []),
-    ("speed/peers.py", []),
-    ("speed/peers_8b.py", ["config/llama3_8b.py"]),
-    ("pairs.py", ["--before=.", "--after=.", "--", "config/gpt2_124m.py"]),
-])  # fmt: skip
-def test_scripts_of_results_need_a_gpu_in_one_line(script, words):
-    done = train_ranks(0, words, script=f"results/{script}")
-    assert done.returncode != 0 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and "needs an NVIDIA GPU" in line
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
-def test_no_process_outlives_the_script_that_started_it():
-    code = (
-        "from results import processes; child = processes.start(['sleep', '60']); "
-        "print(child.pid, flush=True); child.wait()"
-    )
-    pipe = subprocess.PIPE
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, text=True)
-    state = Path(f"/proc/{int(parent.stdout.readline())}/stat")
-    parent.kill()
-    parent.communicate()
-    end = time.monotonic() + 10
-    while state.exists() and ") Z" not in state.read_text():
-        assert time.monotonic() < end, "the child lives on"
-        time.sleep(0.05)
 
 
 def test_other_peoples_models_begin_with_our_loss():
@@ -158,29 +103,6 @@ def test_other_peoples_models_begin_with_our_loss():
         assert done.returncode == 0, done.stderr
         first_losses.append(float(done.stdout.split()[0]))
     assert first_losses[0] == pytest.approx(first_losses[1], abs=2e-4)
-
-
-@pytest.mark.parametrize("number, mode", [(0, "ddp"), (2, "fsdp")])
-def test_other_peoples_8b_beside_ours(number, mode):
-    """The recipe's shape, made small; --kernels=liger needs a package that the tests lack."""
-    words = [
-        "config/llama3_8b.py",
-        "--device=cpu",
-        "--n_layer=2",
-        "--n_embd=64",
-        "--n_head=4",
-        "--n_kv_head=2",
-    ]
-    words += [
-        "--n_hidden=88",
-        "--vocab_size=257",
-        "--block_size=64",
-        "--batch_tokens=256",
-        "--kernels=none",
-    ]
-    words += ["--steps=1", "--settle=0", "--remat=block", f"--parallel={mode}"]
-    done = train_ranks(number, words, script="results/speed/peers_8b.py")
-    assert done.returncode == 0 and "median of 1" in done.stdout, done.stderr
 
 
 def test_the_kinds_of_kernels_and_the_time_without_any():
@@ -222,56 +144,6 @@ def test_parameter_counts_are_those_of_a_real_model(name):
             sum(p.numel() for p in parameters.values()),
             block,
         )
-
-
-def test_the_estimate_counts_the_logits_that_a_run_may_hold(monkeypatch):
-    cfg = recipe("gpt2_124m")
-    usual, whole = memory.loss_bytes(cfg), memory.total_bytes(cfg, 1)
-    monkeypatch.setattr(fast, "LOGITS_MIB", 10**6)
-    assert memory.loss_bytes(cfg) - usual == 2 * cfg.rank_tokens * cfg.padded_vocab - 2**30
-    assert memory.total_bytes(cfg, 1) > whole  # now the loss is the peak
-
-
-def test_the_estimate_counts_the_gradients_in_ddps_buckets():
-    cfg = recipe("gpt2_124m")
-    total = memory.total_and_block_parameters(cfg)[0]
-    one, two = (
-        dataclasses.replace(cfg, batch_tokens=steps * cfg.micro_tokens(2)) for steps in (1, 2)
-    )
-    assert memory.total_bytes(two, 2) - memory.total_bytes(one, 2) == 4 * total
-    assert memory.total_bytes(one, 2) == memory.total_bytes(cfg, 1)
-    for steps in (one, two):  # a graph's memory is not free while the gradients are averaged
-        graph = dataclasses.replace(steps, cuda_graph=True)
-        assert memory.total_bytes(graph, 2) == memory.total_bytes(two, 2)
-
-
-def test_the_estimate_counts_muons_updates():
-    """Updates take two bytes a number of the blocks' matrices, beside gradients and moments.
-
-    That is the peak with remat=block.
-    """
-    words = ["gpt2_1558m", "--remat=block", "--batch_size=1"]
-    adam, muon = (recipe(*words, f"--optimizer={name}") for name in ("adamw", "muon"))
-    parts = memory.estimate(muon, 1)
-    block = memory.total_and_block_parameters(muon)[1]
-    assert parts["updates"] == 2 * muon.n_layer * block and "updates" not in memory.estimate(
-        adam, 1
-    )
-    assert sum(parts.values()) / memory.GIB == pytest.approx(20.5, rel=0.01)
-    # weights and gradients in 2 bytes, codes in 2.03
-    bf16 = memory.estimate(recipe("llama3_8b_one_gpu"), 1)
-    assert bf16["optimizer"] == pytest.approx(1.015 * bf16["parameters"], rel=1e-3)
-    assert bf16["parameters"] == bf16["gradients"] == 2 * 8_030_261_248
-    assert memory.GROUP == adamw8bit.GROUP  # which it repeats, since it imports no torch
-
-
-def test_the_estimate_of_an_edited_model_says_that_it_cannot_know():
-    cfg = recipe("gpt2_124m", "--ops=fused")
-    count = memory.total_and_block_parameters(cfg)[0]
-    assert memory.describe(cfg, 1, count) == memory.describe(cfg, 1)
-    assert re.search(r"about [\d.]+ GiB of a GPU in all$", memory.describe(cfg, 1))
-    edited = memory.describe(cfg, 1, 2 * count)
-    assert "in all" not in edited and "activations are not estimated" in edited
 
 
 MEASURED = """
@@ -393,16 +265,6 @@ def test_a_gpu_takes_the_estimated_memory(mode):
     assert losses[0] == pytest.approx(11, abs=0.6) and losses[2] < losses[0]
 
 
-def test_memory_prints_the_hosts_memory(capsys):
-    words = ["config/llama3_8b.py", "--parallel=fsdp", "--world=4"]
-    here("memory", *words, "--offload_states=True")
-    said = capsys.readouterr().out
-    assert "host memory of a rank; of a host, 4 times as much" in said
-    assert 120 < 4 * float(re.findall(r"^all +([\d.]+) GiB$", said, re.MULTILINE)[1]) < 135
-    here("memory", *words)
-    assert "host memory" not in capsys.readouterr().out
-
-
 def test_memory_falls_as_it_must():
     cfg, budget = recipe("llama3_8b", "--remat=block"), 80 * memory.GIB
     takes = lambda **changes: memory.total_bytes(dataclasses.replace(cfg, **changes), 8)
@@ -469,15 +331,6 @@ def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ran
         assert len(chosen) == 6 and len(set(chosen)) > 3
 
 
-@pytest.mark.parametrize("word", ["attention=math", "ops=torch", "precision=fp16"])
-def test_no_batch_is_chosen_where_the_estimate_does_not_hold(word):
-    cfg = recipe("gpt2_124m", "--batch_size=auto", f"--{word}")
-    with pytest.raises(
-        UserError, match=f"^batch_size=auto: {word}: the arithmetic .*; give a number$"
-    ):
-        memory.choose(cfg, 1, 80 * memory.GIB)
-
-
 def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
     words = [
         "--remat=attention",
@@ -511,17 +364,6 @@ def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
     assert f"({counts[3]} of 32 blocks" in capsys.readouterr().out
     here("step", *TINY, "--steps=1", "--settle=0", "--remat=block", "--remat_every=auto")
     assert re.search(r"^remat_every +1 \(", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_memory_and_step_take_the_batch_that_is_chosen(capsys):
-    words = [str(ROOT / "config/gpt2_124m.py"), "--gpu_gib=23"]
-    here("memory", *words, "--batch_size=auto")
-    said = capsys.readouterr().out
-    chosen = re.match(r"batch_size (\d+) \(the largest divisor of a rank's 512 rows", said)
-    here("memory", *words, f"--batch_size={chosen[1]}")
-    assert said.partition("\n")[2] == capsys.readouterr().out
-    here("step", *TINY, "--steps=1", "--settle=0", "--batch_size=auto")
-    assert re.search(r"^batch_size +16 \(.* 2,048 tokens", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
@@ -558,16 +400,6 @@ def with_another_matrix(init):
     return edited
 
 
-@pytest.mark.parametrize("word", ["--attention=math", "--ops=torch"])
-def test_no_estimate_where_operations_keep_more_than_it_counts(word):
-    said = f"^{word[2:]}: the arithmetic .*; try {word.partition('=')[0]}=auto$"
-    with pytest.raises(UserError, match=said):
-        here("memory", str(ROOT / "config/gpt2_124m.py"), word)
-    cfg = recipe("gpt2_124m", "--ops=fused", word)
-    assert "in all" not in memory.describe(cfg, 1)
-    assert "another process" not in memory.advice(cfg, 1, 200 * memory.GIB)
-
-
 def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     """config.json suffices; a setting that contradicts it, or a checkpoint's shape, is refused."""
     config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
@@ -587,41 +419,6 @@ def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     save_model(tmp_path / "run", models.build(cfg, torch.device("cpu"), 0), cfg)
     with pytest.raises(UserError, match="is another model: .*n_layer: checkpoint 1, now 12"):
         here("memory", f"--init_from={tmp_path / 'run'}")
-
-
-def step_with_fault(words, fault, at_rank):
-    """For ranks.attempt: bench.py step; a fault in one rank's third micro-step."""
-    function, count = train.Training.micro_step, []
-
-    def micro_step(*arguments):
-        count.append(1)
-        if len(count) == 3 and os.environ["RANK"] in at_rank:
-            test_signals.FAULTS[fault]()
-        return function(*arguments)
-
-    train.Training.micro_step = micro_step
-    torch.cuda.mem_get_info = lambda device: (0, 24 * 2**30)
-    sys.argv[1:] = ["step", *words]
-    runpy.run_path("bench.py", run_name="__main__")
-
-
-@pytest.mark.parametrize("fault, at_rank, codes, said", [
-    ("memory", "1", [1, 2], "error: rank 1: out of memory: "),
-    ("memory", "01", [2, 2], "error: out of memory: .*batch_size"),
-    ("SIGINT", "1", [1, 130], None),
-])  # fmt: skip
-def test_a_fault_in_the_measurement_of_two_ranks_is_one_line(fault, at_rank, codes, said):
-    words = [*TINY, "--steps=100", "--compile=False"]
-    done, _ = ranks.attempt(2, step_with_fault, words, fault, at_rank, timeout=60)
-    assert done.codes == codes and "Traceback" not in done.stderr, done.stderr
-    lines = test_signals.error_lines(done)
-    assert len(lines) == (said is not None) and all(re.match(said, line) for line in lines), lines
-
-
-def test_an_unknown_command_is_one_line():
-    done = train_ranks(0, ["steps"], script="bench.py")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: bench.py steps: expected one of step, memory"), done
 
 
 @pytest.mark.parametrize("words, message", [

@@ -313,11 +313,7 @@ def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path,
         saved.find(copies[1])
     for step in (5, 6):
         save(tmp_path, step, 2.0, keep_last=1)
-    assert saved.folders(tmp_path) == [
-        copies[0],
-        tmp_path / "step_00000006",
-        copies[1],
-    ]
+    assert saved.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
     last = save(tmp_path, 99, 3.0, keep_last=1)
     assert "of another attempt, is now" in capsys.readouterr().err
     assert saved.find(tmp_path) == last

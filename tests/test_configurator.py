@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import settings
-from configurator import columns, configure, describe
+from configurator import configure, describe
 from system.errors import UserError
 
 
@@ -134,12 +134,6 @@ def test_a_script_ends_quietly_where_nobody_reads():
     assert printed(">&UNREAD", "--needed")[::2] == (141, "")
 
 
-def test_a_config_file_is_utf_8_in_any_locale(tmp_path):
-    (tmp_path / "c.py").write_text("name = 'caf\u00e9'  # \u6771\u4eac\n", "utf-8")
-    ascii = dict(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
-    assert printed("", str(tmp_path / "c.py"), **ascii)[0] == 0
-
-
 @pytest.mark.parametrize("word, message", [
     ("--n_layers=1", "did you mean n_layer?"),
     ("--lr=abc", "lr=abc is not a float"),
@@ -158,12 +152,6 @@ def test_bad_words(word, message):
     with pytest.raises(UserError, match="command line|no such") as error:
         make(word)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_flag_that_is_denied_takes_no_value():
-    words = "--no_compile takes no value; write --no_compile or --compile=true$"
-    with pytest.raises(UserError, match=words):
-        make("--no_compile", "true")
 
 
 @pytest.mark.parametrize("text, message", [
@@ -189,15 +177,6 @@ def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
     assert configure(settings.Config, ["--wandb", "llama_124m"]).wandb
 
 
-def test_words_that_are_no_config_files():
-    @dataclass
-    class Words(Config):
-        words = ()
-
-    cfg = configure(Words, ["a", "--compile", "b", "--name", "c", "d"])
-    assert cfg.words == ["a", "b", "d"] and cfg.name == "c"
-
-
 def test_all_mistakes_at_once(tmp_path):
     (tmp_path / "c.py").write_text("n_layer = 'two'\nlerning_rate = 1\nlr = 2\n")
     with pytest.raises(UserError) as error:
@@ -208,21 +187,6 @@ def test_all_mistakes_at_once(tmp_path):
         text.index(word) for word in [*found, "lr=abc", "no/such.py", "--kind needs", "setting zzz"]
     ]
     assert places == sorted(places) and "\n" not in text
-
-
-def test_sections_and_comments_of_the_class_before_those_of_its_base():
-    @dataclass
-    class More(Config):
-        alone: int = 1
-        # Second
-        lr: float = 1e-3  # another default
-        kind: Literal["a", "b"] = "b"  # another one
-
-    rows = describe(More, "What it is.").splitlines()
-    assert rows[:3] == ["What it is.", "", "Settings:"] and rows[3].split() == ["--alone=1"]
-    assert rows[5] == "Second:" and "--lr=0.001" in rows[6] and rows[6].endswith(" another default")
-    assert "a|b: another one" in rows[7] and rows[9] == "Settings:" and "--n_layer=12" in rows[10]
-    assert sum("--lr=" in row for row in rows) == 1
 
 
 def script(words, code="", name="train.py", **env):
@@ -297,40 +261,6 @@ def test_help_and_mistakes_of_train_need_no_torch():
     )
 
 
-def test_help_breaks_between_words():
-    rows = describe(Config, "", 40).splitlines()
-    assert rows[:3] == [
-        "Settings:",
-        "  --n_layer=12              blocks",
-        "  --lr=0.0006               peak",
-    ]
-    assert rows[3:5] == [" " * 28 + "learning", " " * 28 + "rate"]
-
-
-def test_the_folder_of_a_run_as_a_word_and_a_missing_package_are_one_line(tmp_path):
-    done = script([str(tmp_path)], name="sample.py")
-    assert done.stderr.endswith(
-        f"no such config file; a run's folder is given as --checkpoint={tmp_path}\n"
-    )
-    words = [sys.executable, "-S", "train.py", "--help"]  # -S: without the installed packages
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.endswith("./setup.sh, then . .venv/bin/activate\n")
-
-
-def test_nanogpts_names_suggest_ours(tmp_path):
-    (tmp_path / "train_x.py").write_text("seed = 1\nmax_iters = 600000\n")
-    with pytest.raises(UserError) as error:
-        configure(
-            settings.Config, [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--n_head=x"]
-        )
-    assert [text.rpartition("/")[2] for text in error.value.args] == [
-        "train_x.py:2: unknown setting max_iters; did you mean max_steps?",
-        "command line: unknown setting learning_rate; did you mean lr?",
-        "command line: n_head=x is not an int below 2**63",
-    ]
-
-
 def test_a_rank_tells_its_mistake_and_its_report_has_it(tmp_path):
     """Another rank than 0 tells it later: torchrun may end it before."""
     for rank, said in (("0", "error: command"), ("1", "error: rank 1: command")):
@@ -354,21 +284,6 @@ def test_ctrl_c_is_one_line_and_130():
     assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
 
 
-def test_ctrl_c_in_the_imports_is_one_line_and_130():
-    code = "import configurator, signal\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "signal.raise_signal(signal.SIGINT)"
-    for rank, said in (("0", "stopped by SIGINT"), ("1", "")):
-        pipes = dict(env=os.environ | {"RANK": rank}, capture_output=True, text=True, timeout=60)
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **pipes)
-        assert (done.returncode, done.stderr.strip()) == (130, said)
-
-
-def test_a_report_on_a_full_disk_costs_itself_alone():
-    done = script(["--lr=x"], RANK="0", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE="/dev/full")
-    assert done.returncode == 2 and done.stderr == "error: command line: lr=x is not a float\n"
-
-
 @dataclass
 class Several:
     words = ()
@@ -387,36 +302,3 @@ def test_a_setting_may_take_all_words_up_to_the_next_setting():
     with pytest.raises(UserError, match="--against needs a value, written --against=VALUE"):
         configure(Several, ["a", "--against", "--dark"])
     assert re.search(r"--against=\.\.\. +other folders", describe(Several))
-
-
-ON_WINDOWS = """
-import configurator, runpy, sys
-import matplotlib.figure, matplotlib.ticker, numpy
-del sys.modules["configurator"], sys.modules["system.errors"]
-sys.modules |= {"resource": None, "fcntl": None}
-sys.platform = "win32"
-for script in sys.argv[1:]:
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        print(script, end.code)
-"""
-
-
-def test_windows_gets_one_line_that_names_wsl2():
-    """Every script, before it imports what Windows lacks."""
-    scripts = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text())
-    words = [sys.executable, "-c", ON_WINDOWS, *scripts]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert (
-        done.stdout.split() == [word for script in scripts for word in (script, "2")]
-        and len(scripts) > 7
-    )
-    [line] = {*done.stderr.splitlines()}
-    assert line.startswith("error: Windows lacks") and "WSL2" in line
-
-
-def test_a_terminal_may_be_narrow(monkeypatch):
-    """Comments begin at column 28, which leaves them no width in a terminal of as many."""
-    monkeypatch.setenv("COLUMNS", "28")
-    assert "--out_dir" in describe(settings.Config, "", columns())

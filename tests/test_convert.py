@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 import convert
 import model
-from corpus import tokenizer
 from model import build
 from run import hf
 from run.flops import total_and_matmul_parameters
@@ -276,39 +275,6 @@ def test_weights_of_several_dtypes_are_loaded(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters()))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_weights_that_no_config_tells_are_refused(dtype, tmp_path):
-    """Without their scales they are other numbers."""
-    saved(llama(), tmp_path)
-    name = "model.layers.0.mlp.down_proj.weight"
-    small = lambda tensors: tensors.update({name: tensors[name].to(dtype)})
-    refused(lambda: load(edit_tensors(tmp_path, small)), name, "quantized")
-
-
-def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path):
-    saved(gpt2(), tmp_path, max_shard_size="60KB")
-    torch.manual_seed(9)
-    other = gpt2()
-    with torch.no_grad():
-        other.transformer.wte.weight.mul_(2)
-    saved(other, tmp_path / "one")
-    (tmp_path / "one/model.safetensors").rename(tmp_path / "model.safetensors")
-    same_logits(tmp_path)
-    assert torch.equal(load(tmp_path)[0].wte.weight[:301], other.transformer.wte.weight)
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o007])
-def test_the_umask_decides_who_may_read_exports_and_checkpoints(mask, tmp_path):
-    before = os.umask(mask)
-    try:
-        hf.save_hf(tiny(), tmp_path / "hf", tokenizer=tokenizer.load("bytes"))
-        save_model(tmp_path / "run", tiny(), tiny().cfg)
-    finally:
-        os.umask(before)
-    modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~mask}, modes
-
-
 def test_rope_as_transformers_4_writes_it(tmp_path):
     _, cfg = load(saved(MODELS["llama31"](), tmp_path))
     assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (5e5, 8.0, 32)
@@ -470,15 +436,6 @@ def test_check_compares_an_export_with_transformers(dtype, tmp_path, monkeypatch
     refused(lambda: export("other"), "differ")
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(lambda: export("alone"), "needs transformers")
-
-
-def test_a_setting_of_an_edit_that_the_format_lacks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHAPE", hf.SHAPE | {"window"})
-    cfg = GPTConfig()
-    cfg.window = 0
-    assert hf.family_of(cfg).name == "gpt2"
-    cfg.window = 128
-    refused(lambda: hf.family_of(cfg), "a gpt2 has no window=128", "a llama has no")
 
 
 def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):

@@ -494,31 +494,3 @@ def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messa
     with pytest.raises(UserError, match=word) as error:
         rows_of(folder, messages)
     one_line(error)
-
-
-def test_another_template_in_a_begun_folder_is_refused(tmp_path, chatml):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"messages": m}) + "\n" for m in questions()[:3])
-    )
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    given = dict(text_key="messages", tokenizer=str(folder), val_tokens=0)
-    prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
-    (folder / "chat_template.jinja").write_text(PLAIN.replace("trim", "upper"))
-    with pytest.raises(UserError, match="chat_sha256"):
-        prepare(tmp_path / "d", tmp_path / "a.jsonl", **given)
-
-
-def test_a_bad_dialogue_is_named_by_its_line_or_left_out_and_counted(tmp_path, chatml):
-    good = {"messages": said("user", "a", "assistant", "b")}
-    bad = {"messages": said(None, "a")}
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in (good, bad, good)))
-    given = dict(text_key="messages", tokenizer=str(chatml), val_tokens=0)
-    with pytest.raises(DataError, match=f"{file}:2: .*--skip_bad_documents") as error:
-        prepare(tmp_path / "d", file, **given)
-    one_line(error)
-    told = prepare(tmp_path / "e", file, skip_bad_documents=True, **given)
-    assert f"1 bad documents left out, the first: {file}:2" in told
-    assert json.loads((tmp_path / "e/manifest.json").read_text())["documents"] == 2
-    with pytest.raises(UserError, match="text_key=a,b,c"):
-        prepare(tmp_path / "f", file, text_key="a,b,c", tokenizer="bytes")

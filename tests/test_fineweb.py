@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import resource
-import shlex
 import shutil
 import signal
 import sysconfig
@@ -229,20 +228,6 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     assert (cfg.vocab_size, cfg.n_embd, cfg.data_dir) == (size, 128, str(tmp_path / "d"))
     prepare(tmp_path / "whole", **{**settings, "val_tokens": 0})
     assert tok.decode(np.concatenate(shard_tokens(tmp_path / "whole", "train"))[1:]) == text
-
-
-@pytest.mark.parametrize("settings, recipe", [
-    (dict(tokenizer="bytes"), "config/quickstart.py"),
-    (dict(tokenizer="chars"), "config/shakespeare_char.py"),
-])  # fmt: skip
-def test_the_last_line_says_how_to_go_on(tmp_path, settings, recipe):
-    said = prepare(tmp_path / "d", STDLIB / "argparse.py", **settings).splitlines()[-1]
-    words = shlex.split(said.partition("train.py ")[2])
-    assert words[0] == recipe
-    words[0] = str(ROOT / recipe)
-    cfg = configure(settings_of_a_run.Config, words, settings_of_a_run.check)
-    given = dict(vocab_size=cfg.vocab_size, batch_tokens=cfg.batch_tokens)
-    TokenLoader(cfg.data_dir, "train", cfg.batch_size, cfg.block_size, **given).close()
 
 
 def test_uint32_shards(tmp_path):

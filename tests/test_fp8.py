@@ -294,16 +294,6 @@ def test_only_tracked_layers_are_gathered_in_8_bits():
     assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
-def test_a_gathered_weight_stays_frozen_and_keeps_an_edits_attributes():
-    own = in_fp8(small(n_layer=1))
-    weight = own.blocks[0].mlp.up.weight.requires_grad_(False)
-    weight.no_decay = True
-    fp8.gather_in_8_bits(own.blocks.modules(), 2)
-    gathered = own.blocks[0].mlp.up.weight
-    assert isinstance(gathered, fp8.ShardIn8Bits)
-    assert gathered.no_decay and not gathered.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("each, K, ranks", [(16, 48, 3)] + [(1024, 4096, 4), (16, 16, 1)] * GPU)
 def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):

@@ -5,7 +5,6 @@ They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its 
 
 import functools
 import json
-import sys
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from test_hellaswag import made_up
 import convert
 import hellaswag
 from configurator import configure
-from corpus import DataError
 from corpus import tokenizer as tokenizers
 from measure import harness
 from model import build
@@ -210,15 +208,3 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
 def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, word):
     with pytest.raises(UserError, match=word):
         once.generate_until(asked("generate_until", [("a", given)]))
-
-
-@pytest.mark.parametrize("pair, size", [(("ab", ""), "0 tokens"), (("ab", "z" * 65), "65 tokens")])
-def test_a_continuation_that_cannot_be_scored_is_named(once, pair, size):
-    with pytest.raises(DataError, match=f"has {size}"):
-        once.loglikelihood(asked("loglikelihood", [pair]))
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match="pip install lm_eval"):
-        harness.main(harness.Config())

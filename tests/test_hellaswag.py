@@ -1,7 +1,6 @@
 """hellaswag.py: scores of any batch and ranks equal single rows'; damaged files and downloads."""
 
 import json
-import re
 import types
 import urllib.error
 
@@ -69,18 +68,6 @@ def test_equals_one_row_at_a_time():
         score, _ = evaluated(model, prepared, batch_tokens)
         assert [score["acc"], score["acc_norm"]] == pytest.approx(expected)
         assert score["n"] == 30 and score["truncated"] == 0
-
-
-def test_batches_hold_every_row_once_in_few_shapes():
-    prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
-    jobs = list(hellaswag.batches(prepared, 2048, 128))
-    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
-    assert len({(B, T) for _, B, T in jobs}) <= 4 and all(
-        B * T <= 2048 and len(n) <= B for n, B, T in jobs
-    )
-    padded, real = sum(B * T for _, B, T in jobs), sum(len(row) - 1 for row in prepared.rows)
-    # rounded up to 32, and a batch that is not full for each of 4 lengths
-    assert padded < 1.35 * real
 
 
 def test_an_ending_has_the_tokens_that_it_has_in_the_text():
@@ -206,44 +193,6 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
     with pytest.raises(hellaswag.Unavailable, match="cannot be downloaded .*no network"):
         hellaswag.download(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_the_line_for_the_console_has_standard_errors():
-    score = dict(acc=0.5, acc_norm=0.25, n=4, truncated=1, spanned=0, seconds=2.0)
-    shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500"
-    assert hellaswag.in_words(score) == f"{shares} | 4 examples, rows cut: 1 | 2.0 s"
-    assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(
-        score | dict(spanned=3)
-    )
-    with pytest.raises(UserError, match="limit=0 must be at least 1"):
-        hellaswag.main(hellaswag.Config(limit=0))
-
-
-def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, capsys):
-    model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(6)
-    save_model(tmp_path / "run", model, model.cfg)
-    (tmp_path / "h.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    words = dict(checkpoint=str(tmp_path / "run"), tokenizer="bytes", device="cpu")
-    hellaswag.main(hellaswag.Config(**words, file=str(tmp_path / "h.jsonl"), show=2))
-    said = capsys.readouterr().out
-    assert said.count("example ") == 2 and said.splitlines()[-1].startswith("acc_norm ")
-    for number, example in enumerate(examples[:2]):
-        block = said.split("example ")[number + 1]
-        rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
-        assert len(rows) == 4
-        for i, (marks, total, mean, ending) in enumerate(rows):
-            context = tokenizer.encode(example["ctx"])
-            own = tokenizer.encode(" " + example["endings"][i])
-            assert example["endings"][i].startswith(ending.split()[0])
-            logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
-            expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
-            assert float(total) == pytest.approx(expected, abs=0.006)
-            assert float(mean) == pytest.approx(expected / len(own), abs=0.0006)
-            assert ("right" in marks) == (i == example["label"])
-        marks, totals, means, _ = zip(*rows)
-        for name, figures in (("acc", totals), ("acc_norm", means)):
-            chosen = min(range(4), key=lambda i: float(figures[i]))
-            assert name in [mark.strip() for mark in marks[chosen].split(",")]
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])

@@ -94,26 +94,6 @@ def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
     assert tokenizer.load(hf.read_config(tmp_path).tokenizer).eot == 256
 
 
-def test_an_export_writes_no_tokenizer_that_nothing_names(tmp_path, capsys):
-    cfg = GPTConfig(vocab_size=50257, n_layer=1, n_embd=4, n_head=1, block_size=8)
-    save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
-    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf")))
-    assert "the weights name no tokenizer, so that none is written" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-    }
-
-
-@pytest.mark.parametrize(
-    "scaling, context", [({}, 32), (dict(rope_factor=8.0, rope_original=64), 512)]
-)
-def test_the_context_of_an_export(scaling, context):
-    llama = dict(norm="rmsnorm", positions="rope", mlp="swiglu")
-    cfg = GPTConfig(vocab_size=257, block_size=32, **llama, **scaling)
-    assert hf.config_json(cfg, "float32", {})["max_position_embeddings"] == context
-
-
 @pytest.mark.gpt2
 def test_tuned_and_exported(weights, byte_data, tmp_path, capsys):
     """From weights to an export: what is in the source folder stays."""

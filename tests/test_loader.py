@@ -325,29 +325,6 @@ def test_a_change_between_the_sampled_blocks_is_refused(data, listed, monkeypatc
         resume(folder, state)
 
 
-def test_a_run_without_validation_goes_on(data):
-    folder, _ = data
-    (folder / "manifest.json").unlink()
-    state = state_after(folder)
-    (folder / "x_val_000000.bin").unlink()
-    resume(folder, state)
-
-
-def test_blocks_of_a_large_file_are_read_and_its_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "BLOCK_BYTES", 10)
-    path, content = tmp_path / "a", bytes(range(250)) * 8
-    path.write_bytes(content)
-    before = shard_files.sampled_digest(path)
-    reads = [number * 1990 // 15 for number in range(16)]
-    assert reads[0] == 0 and reads[-1] + 10 == len(content)
-    for at in (*reads, *(first + 9 for first in reads), 11):
-        patch(path, at, b"\xff")
-        assert (shard_files.sampled_digest(path) == before) == (at == 11)
-        patch(path, at, content[at : at + 1])
-    path.write_bytes(content + b"\0")
-    assert shard_files.sampled_digest(path) != before
-
-
 @pytest.mark.parametrize("tokens, rows", [(1, 0), (64, 4), (100, 6), (10**9, 12)])
 def test_validation_is_the_same_for_any_world_and_batch(data, tokens, rows):
     folder, stream = data

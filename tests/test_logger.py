@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from conftest import flags, read_log, train_here
 
 from run import logger
-from run.logger import SETTLED, Logger, progress
+from run.logger import SETTLED, Logger
 from scale.parallel import World
 from settings import Config
 
@@ -44,17 +43,6 @@ def lines(tmp_path):
     return [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
 
 
-def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
-    log = make(tmp_path)
-    # a resumed run, whose first step compiles
-    for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):
-        take(log, step, seconds)
-    ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if "eta" in line]
-    assert ends == ["n/a", "04:09", "04:08"]
-    take(log, 504, 1.0)  # a running average: 0.55 s
-    assert capsys.readouterr().out.endswith("eta 04:32\n")
-
-
 @pytest.mark.parametrize("graph, expected", [(False, 6 * (30.0 + 4) / 5), (True, 6.0)])
 def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path, graph, expected):
     log = make(tmp_path, settings=dict(cuda_graph=graph, max_seconds=100.0))
@@ -76,25 +64,6 @@ def test_a_step_that_compiles_a_larger_micro_batch_is_not_timed(tmp_path):
     assert log.elapsed(4) == 4 * (1.0 + 2.0) / 2
 
 
-def test_a_run_of_days_is_told_once(tmp_path, capsys):
-    log = make(tmp_path)
-    for step in (1, 2, 3):
-        take(log, step, 600.0)
-    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert (
-        len(found) == 1
-        and "takes about 7 days on this machine; try a smaller --max_steps" in found[0]
-    )
-
-
-def test_the_advice_names_the_setting_that_ends_the_run(tmp_path, capsys):
-    log = make(tmp_path, settings=dict(max_seconds=1e6))
-    log.last_step = None
-    for step in (1, 2):
-        take(log, step, 600.0)
-    assert "try a smaller --max_seconds" in capsys.readouterr().out
-
-
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     log = make(tmp_path, log_interval=5)
     for step in range(1, 11):
@@ -105,27 +74,6 @@ def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
     assert [line["step"] for line in found] == list(range(1, 11)) and found[0]["tok_per_s"] == 2000
     assert found[3]["tokens"] == 4000 and found[0]["mfu"] is None
     assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
-
-
-def test_extras_have_a_line_of_their_own(tmp_path, capsys):
-    log = make(tmp_path, log_interval=2)
-    for step in (1, 2, 3):
-        take(log, step, 0.5, entropy=step / 4, z=math.inf)
-    said = capsys.readouterr().out.splitlines()
-    assert said[1::2] == [f"     entropy {value} | z inf" for value in (0.25, 0.5)]
-    assert [line["extras"] for line in lines(tmp_path)] == [
-        {"entropy": step / 4, "z": None} for step in (1, 2, 3)
-    ]
-
-
-@pytest.mark.parametrize("step, words", [(10, ""), (1000, "a larger --max_steps and ")])
-def test_the_summary_says_how_to_go_on(tmp_path, capsys, step, words):
-    log = make(tmp_path)
-    log.saved(step, tmp_path)
-    log.close(step, step < 1000)
-    assert (
-        f"{step}; to go on, the same command with {words}--resume=auto\n" in capsys.readouterr().out
-    )
 
 
 def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
@@ -160,27 +108,6 @@ class FailingWandb:
         raise ConnectionError
 
 
-def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
-    given = []
-    run = SimpleNamespace(id="1", define_metric=lambda *names, **options: None)
-    init = lambda **options: (
-        given.append([options[key] for key in ("project", "name", "dir")]) or run
-    )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for own in (
-        {},
-        dict(WANDB_PROJECT="ours", WANDB_NAME="gate", WANDB_DIR="/tmp"),
-        dict(WANDB_PROJECT=""),
-    ):
-        for key in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
-            monkeypatch.delenv(key, raising=False)
-        for key, value in own.items():
-            monkeypatch.setenv(key, value)
-        make(tmp_path, wandb=True)
-    usual = ["pretrain", "run", tmp_path / "run"]
-    assert given == [usual, ["ours", "gate", "/tmp"], usual]
-
-
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
     log = make(tmp_path, wandb=True)
@@ -206,42 +133,6 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     assert warning.endswith("last checkpoint: step 150")
     _, line = lines(tmp_path)
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
-
-
-def test_a_spike_before_the_first_checkpoint(tmp_path, capsys):
-    log = make(tmp_path)
-    for step in range(SETTLED):
-        log._look_for_spike(step, 1.0)
-    log._look_for_spike(SETTLED, 2.0)
-    assert capsys.readouterr().out.endswith("last checkpoint: none yet\n")
-
-
-@pytest.mark.parametrize("terminal, silent", [(True, 60), (True, 0.02), (False, 0.02)])
-def test_a_slow_loop_says_how_far_it_is_and_stops_when_asked(monkeypatch, capsys, terminal, silent):
-    monkeypatch.setattr(logger, "SILENT", silent)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    seen = []
-    for item in progress(range(50), "validation", stop=lambda: len(seen) == 10, bar=False):
-        seen.append(item)
-        time.sleep(0.01)
-    said = capsys.readouterr().err
-    assert seen == list(range(10))
-    assert ("/50 [" in said) == (terminal and silent < 1)
-    assert said or not terminal or silent > 1
-
-
-def test_a_narrow_terminal_gets_shorter_lines_and_a_pipe_whole_ones(tmp_path, monkeypatch, capsys):
-    log = make(tmp_path)
-    take(log, 1, 0.5)
-    whole = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    take(log, 2, 0.5)
-    logger.show([("device", "word " * 40)])
-    lines = capsys.readouterr().out.splitlines()
-    assert "| lr 1.00e-03 |" in whole and "mfu" not in whole
-    assert all(len(line) <= 80 for line in lines) and "lr" not in lines[0] and "tok/s" in lines[0]
-    assert len(lines) == 5 and lines[2].startswith(" " * 13 + "word")
 
 
 def train_without_a_reader(words):

@@ -5,14 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT, one_line, train_here
+from conftest import ROOT, one_line
 
 import plot
 from configurator import configure
 from measure import logs
 from system.errors import UserError
-
-NAN = float("nan")
 
 
 def write(folder, lines, tail=""):
@@ -85,15 +83,6 @@ def test_where_steps_lie(tmp_path):
     assert small.place(100, "seconds") == pytest.approx(83.342)
 
 
-def test_names_are_those_given_or_those_of_the_folders(tmp_path):
-    names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
-    a, b, c = (run_of(tmp_path / name) for name in ("a", "b", "other/a"))
-    assert names([a, b]) == ["a", "b"] and names([a, c]) == [a, c]
-    assert names([a, b], "as it was, with a gate") == ["as it was", "with a gate"]
-    with pytest.raises(UserError, match="has 1 names, but there are 2 runs"):
-        names([a, b], "x")
-
-
 @pytest.mark.parametrize("lines, message", [
     (None, "No such file"),
     ([], "no finite loss"),
@@ -118,12 +107,6 @@ def test_what_is_no_log_is_named(tmp_path, lines, message):
 ])  # fmt: skip
 def test_quantiles_are_those_of_the_tables(freedom, quantile):
     assert logs.t_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
-
-
-def test_a_quantile_between_whole_degrees_encloses_95_percent_of_the_density():
-    t = np.linspace(-1, 1, 400_001) * logs.t_quantile(2.6)
-    scale = math.gamma(1.8) / math.gamma(1.3) / math.sqrt(2.6 * math.pi)
-    assert np.trapezoid(scale * (1 + t * t / 2.6) ** -1.8, t) == pytest.approx(0.95, abs=1e-6)
 
 
 def test_welch_by_hand():
@@ -205,15 +188,6 @@ def test_runs_of_other_numbers_of_tokens_are_compared_at_equal_ones_too(tmp_path
     assert all("+0.0000" in line for line in lines[8:])
 
 
-def test_the_difference_by_step_is_a_figure_of_each_run(tmp_path, capsys):
-    ours, base = sides(tmp_path, {"ours": {1: 2.0}, "base": {1: 3.0, 2: 3.2}})
-    runs = logs.load([*ours, *base])
-    logs.compare(runs[:1], runs[1:], "loss")
-    found = [run.series("difference from base:", "loss") for run in runs]
-    assert [steps.tolist() for steps, _ in found] == [[5, 10]] * 3
-    assert [loss[1] for _, loss in found] == pytest.approx([-1.1, -0.1, 0.1])
-
-
 @pytest.mark.parametrize("words, message", [
     (["a", "--against", "a"], "given twice"),
     (["a", "--against", "b", "again"], "b, again: two have the same seed"),
@@ -231,15 +205,3 @@ def test_what_is_no_comparison(tmp_path, words, message):
     with pytest.raises(UserError, match=message) as error:
         plot.main(configure(plot.Config, given))
     one_line(error)
-
-
-def test_real_runs_are_paired(data_dir, tmp_path, capsys):
-    folders = {"gelu": [], "relu2": []}
-    for mlp, own in folders.items():
-        for seed in (1, 2):
-            own.append(str(tmp_path / f"{mlp}_{seed}"))
-            train_here(data_dir, own[-1], seed=seed, mlp=mlp, max_steps=4, eval_interval=4)
-    capsys.readouterr()
-    lines, err = printed([*folders["gelu"], "--against", *folders["relu2"]], capsys, tmp_path)
-    assert err == "" and lines[4] == "gelu less relu2, with 95% intervals"
-    assert [line.split()[1] for line in lines[5:]] == ["Welch", "paired"]

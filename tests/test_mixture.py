@@ -87,17 +87,6 @@ def test_names_and_weights(tmp_path, monkeypatch):
         assert one_line(error)
 
 
-def test_a_folder_that_exists_as_it_is_written_is_the_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("wiki", "wiki:2024", "a:1,b:2"):
-        (tmp_path / name).mkdir()
-    assert mixture.folders("wiki:2024") == [("wiki:2024", 1)]
-    assert mixture.folders("a:1,b:2") == [("a:1,b:2", 1)]
-    assert mixture.folders("wiki:2024:3,wiki:1") == [("wiki:2024", 3), ("wiki", 1)]
-    with pytest.raises(UserError, match="'wiki:2024' has no weight"):
-        mixture.folders("wiki:2024,wiki:1")
-
-
 @pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}])
 def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     data_dir, T = mix(three, a=0.5, b=0.3, c=0.2), 16
@@ -122,15 +111,6 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
         other.load_state_dict(state)
     for loader in alone.values():
         loader.close()
-
-
-def test_one_folder_is_that_folder(three):
-    alone, mixed = (
-        TokenLoader(d, "train", 4, 16, shuffle_seed=1) for d in (three / "a", f"{three}/a:0.3")
-    )
-    assert np.array_equal(read_rows(alone, 120), read_rows(mixed, 120))
-    assert alone.state_dict() == mixed.state_dict()
-    alone.close(), mixed.close()
 
 
 def test_folders_that_do_not_go_together(three, tmp_path):

@@ -1,15 +1,11 @@
 """optim.py: decay groups, Muon against a naive loop, and the schedules at their corners."""
 
 import math
-import modulefinder
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from compare import CPU, LLAMA, error, small
-from conftest import ROOT
 
 import optim
 from model import build
@@ -28,18 +24,6 @@ sys.exit(sum(Path.cwd() in (path.parent, path.parent.parent) for path in paths) 
 def settings(**changes):
     defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)
     return Config(**asdict(small()) | defaults | changes)
-
-
-def test_import_train_loads_few_files():
-    """Of this repository 48 files at most; the kernels wait for a GPU."""
-    assert subprocess.run([sys.executable, "-c", FILES], cwd=ROOT).returncode == 0
-
-
-def test_importing_optim_loads_no_model_or_tokenizer():
-    finder = modulefinder.ModuleFinder([str(ROOT)])  # which finds imports without executing them
-    finder.run_script(str(ROOT / "optim.py"))
-    assert "scale.shards" in finder.modules
-    assert not {"corpus", "model", "run", "scale.parallel"} & finder.modules.keys()
 
 
 def test_groups_hold_every_parameter_once_each_with_its_rate():

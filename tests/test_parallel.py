@@ -171,22 +171,6 @@ def job_in_rank(words):
     return cfg, train.Training(cfg, world)
 
 
-def kept_in_rank(words, limits):
-    """Rows of the start-up summary, and the units that stay gathered."""
-    memory.UNIT_MIB = 0  # a block a unit
-    fsdp.room = lambda *_: limits["ROOM"]
-    job = job_in_rank(words)[1]
-    return job.rows, len(job.state.model.unsharded_units)
-
-
-@pytest.mark.parametrize("room, blocks", [(0, 0), (150_000, 1), (10**6, 2)])
-def test_as_many_units_stay_gathered_as_there_is_room_for(room, blocks):
-    words = "config/test.py --device=cpu --precision=fp32 --vocab_size=257 --parallel=fsdp".split()
-    memory_of_them = f"{blocks} of 2 units stay gathered during a step, 0.0 GiB"
-    found = ranks.call(1, kept_in_rank, [*words, "--offload_states"], dict(ROOM=room))
-    assert found == [([("gathered", memory_of_them)] if room else [], blocks)]
-
-
 def graphs_in_rank(words):
     """(whether the model is in DDP, the number of graphs that a step compiles)."""
     compile_to_graphs()
@@ -237,33 +221,6 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step 6/6 |") == 1
     same_run(alone(**SHORT), tmp_path / "two")
-
-
-@pytest.mark.slow
-def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
-    (late := tmp_path / "late.py").write_text(
-        "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))"
-    )
-    # it kills a rank once another has ended
-    result = ranks.torchrun(2, ["config/test", late, "--lr=x"])
-    assert result.stderr.startswith("error: command line: lr=x is not a float")
-    assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
-    assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
-
-
-def threads_in_rank(cfg, cores, threads):
-    """PyTorch's threads in this rank after it has joined, on a host of so many cores."""
-    os.sched_getaffinity, os.environ["OMP_NUM_THREADS"] = lambda _: set(range(cores)), threads
-    parallel.join(cfg)
-    parallel.barrier()  # a rank that left now would take its connections along
-    return torch.get_num_threads()
-
-
-@pytest.mark.parametrize("omp, offload, threads", [("1", True, 3), ("2", True, 1)])
-def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
-    """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice."""
-    cfg = Config(device="cpu", parallel="fsdp", offload_states=offload)
-    assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
 
 
 @pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])

@@ -31,16 +31,6 @@ def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
         assert found[1:] == ["learning rate / its peak", "gradient norm", "tokens/s"]
 
 
-def test_draws_the_small_logs_of_the_repository():
-    """They are files, not folders, without the times of steps."""
-    paths = sorted((ROOT / "results/modern").glob("*.jsonl"))
-    figure = drawn(paths, "tokens")
-    told = [label.split("  ")[1] for axes in figure.axes for label in labels(axes)]
-    assert sorted(told) == sorted(path.stem for path in paths) and len(told) > 1
-    with pytest.raises(UserError, match="try --x=steps"):
-        drawn([ROOT / "results/fp8/bf16.jsonl"], "seconds")
-
-
 def test_a_step_that_is_nan_is_a_gap_of_every_line(tmp_path):
     lines = training(range(1, 41)) + [validation(step, 3.0) for step in (10, 20, 30, 40)]
     lines[19]["loss"] = None
@@ -49,53 +39,6 @@ def test_a_step_that_is_nan_is_a_gap_of_every_line(tmp_path):
     for line in axes.lines:
         at, values = line.get_data()
         assert at[np.isnan(values)].tolist() == [20.0]
-
-
-def test_a_run_that_ends_with_nan_says_so(tmp_path):
-    lines = training(range(1, 21)) + [validation(10, 3.0)] + training([21], loss=None)
-    assert labels(drawn([write(tmp_path / "a", lines)]).axes[0]) == ["NaN  a"]
-
-
-def test_labels_stand_where_their_runs_have_curves(tmp_path):
-    """A run that ends before the enlarged end has its name beside its own end.
-
-    One without a validation says that its loss is that of training.
-    """
-    long = write(tmp_path / "long", [*training(range(1, 101)), validation(100, 2.5)])
-    early = write(tmp_path / "early", training(range(1, 31), loss=4.0))
-    whole, end, *_ = drawn([long, early]).axes
-    assert labels(end) == ["2.500  long"] and labels(whole) == ["4.000 in training  early"]
-    x, y = whole.texts[0].get_position()  # in shares of the panel
-    left, right = whole.get_xlim()
-    assert x == pytest.approx((30 - left) / (right - left), abs=0.05) and 0 < y < 1
-    assert end.get_xlim()[0] == pytest.approx(61, abs=3)
-    (alone,) = drawn([long, early], panels=False).axes
-    assert len(labels(alone)) == 2
-
-
-def test_a_run_that_diverges_leaves_the_panel(tmp_path):
-    a, b = (run_of(tmp_path / name, loss, steps=20) for name, loss in (("a", 2.0), ("b", 2.1)))
-    c = write(tmp_path / "c", training(range(1, 10)) + training(range(10, 21), loss=1e4))
-    axes, end, *_ = drawn([a, b, c]).axes
-    assert end.get_ylim()[1] < axes.get_ylim()[1] < 10
-    assert [label[:5] for label in labels(end)] == ["2.000", "2.100", "10000"]
-
-
-def test_labels_stand_apart_in_their_order():
-    assert plot.spread(np.array([0.5, 0.1, 0.52]), 0.1) == pytest.approx([0.5, 0.1, 0.6])
-    assert plot.spread(np.full(3, 0.3), 0.2) == pytest.approx([0.3, 0.5, 0.7])
-
-
-def test_steps_have_whole_ticks(tmp_path):
-    axes = drawn([run_of(tmp_path, steps=10)]).axes[0]
-    assert all(tick == round(tick) for tick in axes.get_xticks())
-
-
-def test_rates_are_shares_of_their_peaks(tmp_path):
-    runs = [write(tmp_path / str(lr), training([1, 2, 3], lr=lr)) for lr in (6e-4, 0.06)]
-    figure = drawn(runs)
-    rate = figure.axes[titles(figure).index("learning rate / its peak")]
-    assert [line.get_ydata()[-1] for line in rate.lines] == pytest.approx([1, 1])
 
 
 def test_extras_and_evaluations_of_ones_own_have_a_panel_for_each_figure(tmp_path):

@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import types
-from unittest import mock
 
 import pytest
 import ranks
@@ -17,12 +16,10 @@ from experiments.patch import Patch
 
 import optim
 import train
-from configurator import configure
 from experiments import plain
 from run.logger import Logger
 from scale import parallel
 from settings import Config
-from system.errors import UserError
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
 GROWING = dict(
@@ -62,15 +59,6 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
     assert losses(read_log(grown), "val") == pytest.approx(found["val"], rel=1e-5)
 
 
-def test_the_summary_knows_the_stages(grown):
-    rows = read_log(grown)[0]["rows"]
-    assert ["step", "512 tokens: 2 x 32 x 1 ranks x 8 micro-steps"] in rows
-    small = "128 in 2 rows a micro-batch up to 25% of the run"
-    words = f"{small}, 256 in 2 rows a micro-batch up to 50% of the run"
-    assert ["", f"tokens a step: {words}; rates go with the root"] in rows
-    assert ["run", "steps 0 to 16: 5,632 tokens"] in rows
-
-
 @pytest.mark.parametrize("step", [2, 4, 6, slow(8), slow(12)])
 def test_a_resume_in_each_stage_is_bitwise(grown, data_dir, tmp_path, step):
     again = train_here(data_dir, copied(grown, step, tmp_path / "b"), resume="auto", **GROWING)
@@ -107,15 +95,6 @@ def test_each_shape_of_a_schedule_is_compiled_as_it_is(data_dir, tmp_path, monke
     train_here(data_dir, tmp_path, compile=True, **GROWING | dict(batch_size=8))
     # of the embedding, block and head: 4, 8 and 8 rows, and 8 in evaluation
     assert len(inputs) == 3 * 3 and not any(inputs)
-
-
-def test_a_loader_of_ones_own_must_have_batches_of_the_smallest_step(data_dir, tmp_path):
-    cfg = Config(data_dir=str(data_dir), batch_size=8, block_size=32, batch_tokens=512)
-    loader = train.make_loader(cfg, ONE)
-    words = "of 4 rows a rank, which only a loader with batches of B=4 rows gives"
-    with mock.patch.object(train, "make_loader", lambda *_: loader):
-        with pytest.raises(UserError, match=words):
-            train_here(data_dir, tmp_path, **GROWING | dict(batch_size=8))
 
 
 def same_tensors(one, other):
@@ -216,11 +195,7 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(
     lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5, log_interval=100)
     assert sorted(lines) == [*range(1, 11)] and sorted(
         losses(read_log(tmp_path / "run"), "val")
-    ) == [
-        0,
-        5,
-        10,
-    ]
+    ) == [0, 5, 10]
     rates = [
         optim.learning_rate(i, i / 10, Config(lr=1e-3, warmup_steps=2, max_steps=10))
         for i in range(10)
@@ -286,13 +261,6 @@ def test_a_growing_batch_in_a_run_of_seconds(data_dir, tmp_path, monkeypatch):
     lines = train_lines_of(data_dir, tmp_path / "run", **settings)
     tokens = [line["tokens"] for line in lines.values()]
     assert tokens == [128 * min(n, 5) + 512 * max(0, n - 5) for n in range(1, 11)]
-
-
-@pytest.mark.parametrize("own", [dict(max_tokens=4096), dict(max_seconds=9), {}])
-def test_a_dry_run_takes_two_steps_of_the_largest_batch(data_dir, tmp_path, capsys, own):
-    words = flags(data_dir, tmp_path / "run", dry_run=True, batch_schedule="128:0.5", **own)
-    train.main(configure(Config, words))
-    assert "steps 0 to 2: 1,024 tokens" in capsys.readouterr().out
 
 
 # -- pure functions

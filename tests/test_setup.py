@@ -39,24 +39,6 @@ def test_a_filled_venv_is_taken_as_it_is(checkout):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has no build with CUDA")
-def test_uv_fills_a_venv_without_pip_and_the_cpu_build_is_asked_for(checkout):
-    # -S: no packages, no pip
-    program(checkout / ".venv/bin/python", f'exec "{sys.executable}" -S "$@"')
-    program(checkout / "tools/uv", 'echo "uv $*"')
-    (checkout / "requirements.txt").write_text("torch==2.0  # GPUs\n")
-    (checkout / "more.txt").write_text('triton>=3; sys_platform == "linux"\n')
-    install = "uv pip install --quiet --python .venv/bin/python -r requirements.txt"
-    if shutil.which("nvidia-smi") is None and not os.path.exists("/proc/driver/nvidia"):
-        assert "5 GB; for its CPU build: ./setup.sh --cpu\n" in setup(checkout).stdout
-    done = setup(checkout, "--cpu", "more.txt")
-    assert done.returncode == 0 and "CUDA" not in done.stdout
-    assert (
-        done.stdout.splitlines()[-1] == f"{install} -r more.txt torch==2.0+cpu --torch-backend cpu"
-    )
-    assert "has a space" in done.stderr
-
-
 def test_mistakes_are_one_line(checkout):
     done = setup(checkout, "--gpu")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "no such file" in done.stderr

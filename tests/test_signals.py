@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -16,16 +15,15 @@ import ranks
 import saved
 import torch
 from compare import repeated, slow
-from conftest import ROOT, flags, losses, read_log, tell, train_here, write_shard
+from conftest import ROOT, flags, losses, read_log, tell, write_shard
 from pytest import mark, param
 
 import train
-from configurator import configure, parse, run
+from configurator import configure, run
 from corpus.loader import TokenLoader
 from model import GPT
 from run import evaluate, signals
 from settings import Config
-from system.errors import UserError
 
 
 def train_with_fault(words, fault, at_rank, at_call):
@@ -103,17 +101,6 @@ def test_a_fault_of_one_rank_is_told_once_and_ends_all(data_dir, tmp_path, fault
     done = attempt(2, fault, 1, at_call, data_dir, tmp_path / "run", grace=3, timeout_s=limit)
     check_told(done, code, line)
     assert fault != "mistake" or "in next_batch" in done.errors[1] and not done.errors[0]
-
-
-def train_with_few_files(words, *limits):
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    sys.argv[1:] = words
-    parse(Config)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
-
-
-def test_the_limit_on_open_files_is_raised():
-    assert ranks.attempt(0, train_with_few_files, [], 24, 2048)[0].codes == [0]
 
 
 @pytest.mark.slow
@@ -267,21 +254,6 @@ def test_a_second_signal_ends_at_once_and_no_saving_is_said(data_dir, tmp_path):
     assert not saved.folders(tmp_path / "a")
     done = attempt(0, "SIGTERM", 0, 10, data_dir, tmp_path / "b", save_interval=0)
     assert done.codes == [143] and "none: nothing was saved" in done.stdout
-
-
-@pytest.mark.slow  # imports the compiler
-def test_a_compiler_that_fails_is_one_line_and_signals_are_as_before(
-    data_dir, tmp_path, monkeypatch
-):
-    def broken(graph, inputs):
-        raise OSError("no C++ compiler")
-
-    monkeypatch.setattr(torch, "compile", lambda f: torch._dynamo.optimize(broken)(f))
-    with pytest.raises(
-        UserError, match="torch.compile failed .*OSError: no C.. compiler.*--compile=False"
-    ):
-        train_here(data_dir, tmp_path / "run", compile=True)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def start_torchrun(words, log, *options):

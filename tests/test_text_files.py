@@ -8,7 +8,6 @@ import lzma
 import os
 import shutil
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -162,30 +161,6 @@ def test_texts_that_look_like_records_are_texts(tmp_path):
     assert found == ['{"a": 1}\nprint()\n', "[1]\n"]
 
 
-def test_a_path_that_exists_is_no_pattern_no_list_and_no_address(tmp_path):
-    names = [
-        "a.txt::b.txt",
-        "Perl::Module.txt",
-        "[ab].txt",
-        "a*.txt",
-        "a,b.txt",
-        "file%20name.txt",
-        "zip::x.txt",
-    ]
-    written(tmp_path, **{"a.txt": b"A", "b.txt": b"B"})
-    for name in names:
-        (tmp_path / name).write_text(name)
-        assert read(tmp_path, tmp_path / name)[0] == [name]
-    assert sorted(read(tmp_path, tmp_path)[0]) == sorted([*names, "A", "B"])
-    assert read(tmp_path, f"{tmp_path}/a.txt,{tmp_path}/b.txt")[0] == ["A", "B"]
-
-
-def test_zstd_of_several_frames(tmp_path):
-    """As pzstd writes it."""
-    written(tmp_path, x__jsonl__zst=zstandard.compress(line("a")) + zstandard.compress(line("b")))
-    assert read(tmp_path, tmp_path / "x.jsonl.zst")[0] == ["a", "b"]
-
-
 def one_bad_row(path):
     """A parquet file whose second text of three is not UTF-8, which Arrow does not look at."""
     bad = pyarrow.array([b"good", b"b\xe9d", b"last"]).view(pyarrow.string())
@@ -265,25 +240,11 @@ def test_a_json_file_of_one_list(tmp_path):
         assert read(tmp_path, tmp_path / name)[0] == ["one", "two\n"]
 
 
-def test_a_file_name_that_is_not_utf_8_is_read(tmp_path):
-    for name, data in {b"caf\xe9.jsonl": line("good") + b"{\n", b"caf\xe9.txt": b"caf\xe9"}.items():
-        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
-    texts, _ = read(tmp_path, tmp_path, skip_bad_documents=True, shuffle_seed=1)
-    assert sorted(texts) == ["caf\ufffd", "good"]
-
-
 def test_only_the_field_of_the_text_has_a_type(tmp_path):
     """Other fields may change their types from line to line, lines may end as on Windows."""
     rows = [{"text": "a", "ner": [[0, 4, "P"]]}, {"text": "b", "ner": 3}, {"text": "c"}]
     (tmp_path / "x.jsonl").write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
     assert read(tmp_path, tmp_path / "x.jsonl")[0] == ["a", "b", "c"]
-
-
-def test_a_pipe_is_refused_at_once(tmp_path):
-    """As bash gives one for <(zcat x.gz): it could be read only once."""
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(UserError, match="pipe"):
-        read(tmp_path, tmp_path / "pipe.txt")
 
 
 def test_a_text_in_parts_is_the_text(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -77,20 +76,6 @@ def test_encodings_are_tiktokens(name, texts, tmp_path):
     if name == "gpt2":
         assert tok.encode("Hello world") == [15496, 995] and tok.dtype == np.uint16
         check_json(tok, texts, tmp_path)
-
-
-@pytest.mark.gpt2
-# raises at import, in use
-@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])
-def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
-    (tmp_path / "gigatoken.py").write_text(source + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
-    tokens = tokenizer.load("gpt2").encode_batch(texts)
-    assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(
-        texts
-    )
-    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
 
 
 @pytest.mark.gpt2
@@ -314,17 +299,3 @@ def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, small):
     for less in (size - 1, 0):
         with pytest.raises(UserError, match="give the tokenizer that it was trained with"):
             tokenizer.load(path, less or 1)
-
-
-@pytest.mark.parametrize("unk", [None, "<unk>"])
-def test_a_tokenizer_that_drops_characters_says_so(unk, tmp_path, capsys):
-    """As one of characters does that was trained without an unk_token."""
-    tokenizers = pytest.importorskip("tokenizers")
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2, "<unk>": 3}, [], unk_token=unk)
-    )
-    inner.add_special_tokens(["</s>"])
-    inner.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.load(str(tmp_path)).encode("a\u6771b") == ([0, 3, 1] if unk else [0, 1])
-    said = "drops characters that it lacks; one of bytes, or with unk_token, does not"
-    assert (said in capsys.readouterr().err) == (unk is None)

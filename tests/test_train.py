@@ -4,14 +4,12 @@ import functools
 import itertools
 import json
 import math
-import pathlib
 import shlex
 import shutil
 import time
 import urllib.error
 import urllib.request
 
-import conftest
 import pytest
 import saved
 import torch
@@ -29,13 +27,10 @@ from conftest import (
 
 import fineweb
 import hellaswag
-import model as models
-import optim
 import train
 from configurator import configure
 from corpus.loader import DataError
 from run import source
-from run.build import describe_optimizer
 from run.logger import Logger, NotFinite
 from scale import parallel
 from settings import Config, check
@@ -65,23 +60,6 @@ def test_trains_evaluates_samples_and_saves(data_dir, tmp_path, capsys):
     assert row == f"settings     {shlex.join(own)} (config.json has all)"  # one line in a pipe
     recorded = dict(log[0]["rows"])["settings"]
     assert "max_steps=40" in recorded and "n_layer=2" in recorded and "precision" not in recorded
-
-
-def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
-    """GPT-2 124M's matrices and embeddings, and its vectors; then groups of any optimizer."""
-    cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
-    words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
-    assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
-    assert "98 tensors, 121,344 parameters (vector): rate 0.0006, no decay" in words
-    weights = [torch.zeros(3, 4, requires_grad=True), torch.zeros(5, requires_grad=True)]
-    groups = [dict(params=weights[:1], factor=3.0, weight_decay=0.2), dict(params=weights[1:])]
-    words = describe_optimizer(torch.optim.SGD(groups, lr=0.5), 0.5)
-    first = "1 tensor, 12 parameters (all): rate 1.5, decay 0.2"
-    second = "1 tensor, 5 parameters (all): rate 0.5"
-    assert words == f"SGD; {first}; {second}, no decay; vocabulary padding counted"
-    log = train_here(data_dir, tmp_path / "run", max_steps=1)
-    rows = dict(log[0]["rows"])
-    assert rows["optimizer"].startswith("AdamW, fused; ") and "decay 0.1" in rows["optimizer"]
 
 
 def test_resumed_equals_uninterrupted_bitwise(data_dir, tmp_path):
@@ -337,18 +315,6 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(
         train_here(data_dir, tmp_path / "run", **{**settings, "max_steps": 9}, resume="auto")
 
 
-def test_another_schedule_is_told_on_a_resume(data_dir, tmp_path, capsys):
-    train_here(data_dir, tmp_path / "run", max_steps=4)
-    train_here(data_dir, tmp_path / "run", max_steps=4, resume="auto")
-    assert "\nschedule" not in capsys.readouterr().out
-    log = train_here(data_dir, tmp_path / "run", max_steps=6, lr=2e-3, resume="auto")
-    rate = next(line["lr"] for line in log if line["step"] == 5)
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("schedule ")]
-    assert "max_steps 4 to 6, lr 0.001 to 0.002" in row and row.endswith(
-        f"is {rate:.3g} instead of 0.0001"
-    )
-
-
 @pytest.mark.fault(105)
 def test_other_settings_that_decide_what_is_trained_are_told_on_a_resume(
     data_dir, tmp_path, capsys
@@ -382,17 +348,6 @@ def test_a_log_that_is_a_link_is_not_followed(data_dir, tmp_path):
     assert outside.read_text().endswith("of the line") and not log.is_symlink()
 
 
-def test_a_folder_that_cannot_be_cleared_is_one_line(data_dir, tmp_path, monkeypatch):
-    train_here(data_dir, tmp_path / "run", max_steps=1, save_interval=0)
-
-    def read_only(path, **_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(pathlib.Path, "unlink", read_only)
-    with pytest.raises(UserError, match="out_dir=.*run: log.jsonl: Permission denied; try another"):
-        train_here(data_dir, tmp_path / "run", overwrite=True)
-
-
 def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypatch, capsys):
     path = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
@@ -414,21 +369,6 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
     )
     log = train_here(data_dir, tmp_path / "b", max_steps=2, hellaswag_interval=2)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
-
-
-def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    train_here(data_dir, tmp_path / "run", wandb=True, max_steps=4)
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "other"))
-    train_here(data_dir, tmp_path / "run", wandb=True, max_steps=6, resume="auto")
-    places = [
-        len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")
-    ]
-    assert places == [1, 1]
-    states = [tmp_path / f"run/step_{step:08d}/state.json" for step in (4, 6)]
-    first, resumed = (json.loads(state.read_text())["wandb_id"] for state in states)
-    assert first is not None and first == resumed
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -453,13 +393,6 @@ def test_user_errors(data_dir, tmp_path, settings, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_out_dir_that_cannot_be_is_refused(data_dir, tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(UserError, match="out_dir=.*file.*try another --out_dir"):
-            train_here(data_dir, out)
-
-
 def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(
     data_dir, tmp_path, capsys
 ):
@@ -468,16 +401,6 @@ def test_a_run_that_is_beyond_max_steps_is_refused_and_tried_out_for_two(
         train_here(data_dir, tmp_path / "run", max_steps=2, resume="auto")
     log = train_here(data_dir, tmp_path / "run", max_steps=8, resume="auto", dry_run=True)
     assert max(losses(log)) == 4 and "step 6/6 |" in capsys.readouterr().out
-
-
-def test_a_run_of_before_some_settings_went_is_resumed_and_loaded(data_dir, tmp_path):
-    train_here(data_dir, tmp_path / "run", max_steps=4, save_interval=4)
-    tensors, state = load_checkpoint(tmp_path / "run" / "step_00000004")
-    state["config"] |= {"z_loss": 1e-4, "wandb_project": "as it was"}
-    saved.save(tmp_path / "run", 4, tensors, state)
-    log = train_here(data_dir, tmp_path / "run", max_steps=6, resume="auto")
-    assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
-    assert conftest.load_model(tmp_path / "run" / "step_00000004").cfg.n_embd == 64
 
 
 def test_a_run_keeps_its_code_and_a_resumed_one_says_what_differs(
