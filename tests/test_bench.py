@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, save_model, train_ranks
+from conftest import ROOT, train_ranks
 from ranks import call
 from stepping import take_step
 
@@ -22,7 +22,7 @@ from configurator import configure
 from measure import step
 from run import build
 from scale import fsdp, memory, parallel
-from settings import Config, GPTConfig, check
+from settings import Config, check
 from system.errors import UserError
 
 
@@ -45,14 +45,7 @@ def recipe(name, *words):
 def test_step_is_timed(capsys):
     here("step", *TINY, "--steps=3", "--settle=1")
     said = capsys.readouterr().out
-    step = r"^step +([\d.]+) ms, median of 3 .* ([\d,]+) tokens/s, MFU n/a$"
-    assert re.search(step, said, re.MULTILINE), said
-    first = r"^first step +([\d.]+) s, compilation included, ([\d.]+) s after the start$"
-    took, after = re.search(first, said, re.MULTILINE).groups()
-    assert float(took) <= float(after)
-    here("step", *TINY, "--steps=0", "--settle=0", "--compile=False")
-    said = capsys.readouterr().out
-    assert "first step" in said and not re.search("^step ", said, re.MULTILINE)
+    assert re.search(r"^step +[\d.]+ ms, median of 3 .* [\d,]+ tokens/s", said, re.MULTILINE), said
 
 
 def test_a_trace_of_a_cpu(tmp_path):
@@ -268,21 +261,14 @@ def test_a_gpu_takes_the_estimated_memory(mode):
 def test_memory_falls_as_it_must():
     cfg, budget = recipe("llama3_8b", "--remat=block"), 80 * memory.GIB
     takes = lambda **changes: memory.total_bytes(dataclasses.replace(cfg, **changes), 8)
-    modes = [
-        ("ddp", "none"),
-        ("zero2", "none"),
-        ("fsdp", "none"),
-        ("fsdp", "selective"),
-        ("fsdp", "block"),
-    ]
-    sizes = [takes(parallel=kind, remat=remat) for kind, remat in modes]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    sizes = [takes(parallel=kind, remat="none") for kind in ("ddp", "zero2", "fsdp")]
+    sizes += [takes(parallel="fsdp", remat=remat) for remat in ("selective", "block")]
+    assert sizes == sorted(set(sizes), reverse=True) and len(sizes) == 5
     rows = memory.largest(cfg, 8, budget, "batch_size")
     one_row = dataclasses.replace(cfg, batch_size=1)
     length = memory.largest(one_row, 8, budget, "block_size", 1024)
     assert takes(batch_size=rows) <= budget < takes(batch_size=rows + 1)
     assert takes(block_size=length) <= budget < takes(block_size=length + 1024)
-    assert memory.largest(one_row, 8, 2 * memory.GIB, "block_size", 1024) == 0
 
 
 def test_out_of_memory_says_what_would_take_less(monkeypatch):
@@ -292,13 +278,8 @@ def test_out_of_memory_says_what_would_take_less(monkeypatch):
     monkeypatch.setattr(train, "train", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * memory.GIB))
     cfg = recipe("gpt2_124m", "--batch_size=128", "--device=cpu", "--precision=auto")
-    with pytest.raises(
-        UserError, match="^out of memory: .* of 24.0 a GPU by estimate; try a smaller"
-    ):
+    with pytest.raises(UserError, match="^out of memory: .*smaller"):
         train.main(cfg)
-    assert "another process" in memory.advice(cfg, 1, 200 * memory.GIB)
-    auto = dataclasses.replace(cfg, batch_size="auto")
-    assert "give a number" in memory.advice(auto, 1, 24 * memory.GIB)
 
 
 @pytest.mark.parametrize("name, ranks, words", [
@@ -331,106 +312,64 @@ def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ran
         assert len(chosen) == 6 and len(set(chosen)) > 3
 
 
-def test_as_few_blocks_are_computed_again_as_the_memory_allows(capsys):
-    words = [
-        "--remat=attention",
-        "--block_size=131072",
-        "--batch_tokens=131072",
-        "--context_parallel=4",
-    ]
-    cfg = recipe("llama3_8b", *words, "--remat_every=auto")
-    takes = lambda again: (
-        1.1 * memory.total_bytes(dataclasses.replace(cfg, remat_every=32 / again), 4)
-    )
+def test_as_few_blocks_are_computed_again_as_the_memory_allows():
+    words = "--remat=attention --block_size=131072 --batch_tokens=131072 --context_parallel=4"
+    cfg = recipe("llama3_8b", *words.split(), "--remat_every=auto")
+    with_blocks = lambda again: dataclasses.replace(cfg, remat_every=32 / again)
+    takes = lambda again: 1.1 * memory.total_bytes(with_blocks(again), 4)
     counts = []
     for free in (gib * memory.GIB for gib in (40, 60, 70, 78, 138, 200)):
-        own, reasons = memory.choose(cfg, 4, free)
-        every, why = own.remat_every, reasons["remat_every"]
-        blocks = memory.recomputed_blocks(dataclasses.replace(cfg, remat_every=every), 32)
+        own, _ = memory.choose(cfg, 4, free)
+        blocks = memory.recomputed_blocks(own, 32)
         counts.append(len(blocks))
-        assert (
-            why.startswith(f"{len(blocks)} of 32 blocks") and len(set(blocks)) == len(blocks) <= 32
-        )
         assert takes(len(blocks)) <= free or len(blocks) == 32
         assert len(blocks) == 1 or takes(len(blocks) - 1) > free
         gaps = {b - a for a, b in itertools.pairwise(blocks)}
         assert len(blocks) < 3 or max(gaps) - min(gaps) <= 1, "spread evenly"
     assert counts == sorted(counts, reverse=True) and counts[0] == 32 and counts[-1] == 1
-    assert memory.choose(cfg, 4, None)[0].remat_every == 1 and memory.recomputed_blocks(
-        cfg, 32
-    ) == [*range(32)]
-    config = str(ROOT / "config/llama3_8b.py")
-    here("memory", config, *words, "--remat_every=auto", "--world=4", "--gpu_gib=78")
-    assert f"({counts[3]} of 32 blocks" in capsys.readouterr().out
-    here("step", *TINY, "--steps=1", "--settle=0", "--remat=block", "--remat_every=auto")
-    assert re.search(r"^remat_every +1 \(", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
-    """The least free memory of any rank counts, of which bench.py step may use a part.
-
-    An edited model is told from that of the arithmetic.
-    """
-    cuda = torch.device("cuda", 0)
+    """Of any rank; `bench.py step` may use a part of it."""
+    cuda, gpt2 = torch.device("cuda", 0), str(ROOT / "config/gpt2_124m.py")
     monkeypatch.setattr(build, "pick_precision", lambda *_: ("bf16", "a test"))
     monkeypatch.setattr(build, "pick_ops", lambda *_: ("fused", "a test"))
     monkeypatch.setattr(build, "best_attention", lambda *_: ("cudnn", "a test"))
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (23 * memory.GIB, 24 * memory.GIB)
-    )
+    free = lambda device: (23 * memory.GIB, 24 * memory.GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     cfg = recipe("gpt2_124m", "--batch_size=auto")
     chosen = lambda cfg: build.choose(cfg, cuda)[0].batch_size
     assert chosen(cfg) == 32
-    step_cfg = configure(
-        StepConfig, [str(ROOT / "config/gpt2_124m.py"), "--batch_size=auto", "--gpu_gib=11"]
-    )
-    assert chosen(step_cfg) == 16
+    assert chosen(configure(StepConfig, [gpt2, "--batch_size=auto", "--gpu_gib=11"])) == 16
     monkeypatch.setattr(parallel, "gather_objects", lambda free: [free, 7.5 * memory.GIB])
     assert chosen(cfg) == 8
-    assert "is not counted" not in build.choose(cfg, cuda)[1][-1][1]
-    monkeypatch.setattr(models.Block, "__init__", with_another_matrix(models.Block.__init__))
-    assert "model.py or kernels.py takes is not counted" in build.choose(cfg, cuda)[1][-1][1]
-
-
-def with_another_matrix(init):
-    def edited(self, cfg, *others):
-        init(self, cfg, *others)
-        self.more = models.Linear(cfg.n_embd, cfg.n_embd)
-
-    return edited
 
 
 def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
-    """config.json suffices; a setting that contradicts it, or a checkpoint's shape, is refused."""
+    """config.json suffices; a setting that contradicts it is refused."""
     config = dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632)
-    config |= dict(
-        num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, rms_norm_eps=1e-5
-    )
-    config["max_position_embeddings"] = 2048
+    config |= dict(num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4)
+    config |= dict(rms_norm_eps=1e-5, max_position_embeddings=2048)
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = [f"--init_from=hf:{tmp_path}", "--batch_size=4"]
     main("memory", configure(COMMANDS["memory"], words, complete=with_shape))
-    said = capsys.readouterr().out
-    assert said.startswith("22 blocks, 1,100,048,384 parameters")  # TinyLlama's
-    assert float(re.search(r"^parameters +([\d.]+) GiB$", said, re.MULTILINE)[1]) == 4.10
-    with pytest.raises(UserError, match="n_layer: checkpoint 22, now 12; .*; --init_from=None"):
+    assert "1,100,048,384 parameters" in capsys.readouterr().out  # TinyLlama's
+    with pytest.raises(UserError, match="n_layer"):
         configure(COMMANDS["memory"], [*words, "--n_layer=12"], complete=with_shape)
-    cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32, n_head=2, block_size=64)
-    save_model(tmp_path / "run", models.build(cfg, torch.device("cpu"), 0), cfg)
-    with pytest.raises(UserError, match="is another model: .*n_layer: checkpoint 1, now 12"):
-        here("memory", f"--init_from={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize("words, message", [
-    (["memory", "--world=0"], "^world=0 must be at least 1"),
-    (["memory", "--precision=fp32"], "^precision=fp32: the arithmetic is for bf16, fp8"),
-    (["memory", "--world=8", "--n_head=7"], "n_embd=768 must be divisible by n_head=7"),
-    (["step", "--stepss=3"], "unknown setting stepss; did you mean steps?"),
-    (["step", *TINY, "--precision=fp8"], "precision=fp8 needs a CUDA device"),
-    (["step", *TINY, "--steps=-1"], "steps=-1 must be at least 0"),
-    (["step", *TINY, "--snapshot=a.pickle"], "on a CPU try --trace"),
-    (["step", *TINY, "--trace=no/where/a.json"],
-     "trace=no/where/a.json: there is no folder no/where"),
+    (["memory", "--world=0"], "world=0"),
+    (["memory", "--precision=fp32"], "precision=fp32"),
+    (["memory", "--attention=math"], "attention=math"),
+    (["memory", "--ops=torch"], "ops=torch"),
+    (["memory", "--batch_size=auto", "--precision=fp16"], "precision=fp16"),
+    (["memory", "--world=8", "--n_head=7"], "n_head=7"),
+    (["step", "--stepss=3"], "stepss"),
+    (["step", *TINY, "--precision=fp8"], "precision=fp8"),
+    (["step", *TINY, "--steps=-1"], "steps=-1"),
+    (["step", *TINY, "--snapshot=a.pickle"], "--trace"),
+    (["step", *TINY, "--trace=no/where/a.json"], "no/where"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
     with pytest.raises(UserError, match=message) as error:
@@ -453,19 +392,8 @@ def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
     for sizes, apart, expected in [
         ([7 * mi] * 12, False, [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
         ([7 * mi] * 3, True, [[0], [1], [2]]),
-        ([60 * mi] * 2, False, [[0], [1]]),  # each alone is more
         ([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], False, [[0], [1], [2, 3], [4, 5]]),
     ]:
         blocks = [torch.nn.Linear(1, size, bias=False, device="meta") for size in sizes]
         units = fsdp.units_of_blocks(blocks, apart)
         assert [[blocks.index(block) for block in unit] for unit in units] == expected
-    for cfg in (
-        Config(n_layer=12, parallel="fsdp", value_embeddings=3),
-        Config(n_layer=12, parallel="fsdp"),
-    ):
-        block = memory.total_and_block_parameters(cfg)[1]
-        sizes = [
-            sum(p.numel() for p in module.parameters()) for module in models.on_meta(cfg).blocks
-        ]
-        table = cfg.padded_vocab * cfg.n_embd
-        assert sizes == [block + (layer in cfg.value_layers) * table for layer in range(12)]

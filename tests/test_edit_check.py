@@ -90,18 +90,6 @@ def test_another_text_is_an_edit_of_all_that_calls_it(edits, old, new, names):
     assert edits(old, new) == dict.fromkeys(names.split(), f"kernels.{first} was edited")
 
 
-def test_kernels_without_plain_loss_are_read(tmp_path):
-    """As where an edit moves its line to where it is called."""
-    (tmp_path / "kernels.py").write_text(TEXT.replace("def plain_loss", "def other_loss"))
-    definitions = vars(kernels) | {"__file__": tmp_path / "kernels.py"}
-    del definitions["plain_loss"]
-    try:
-        forms.find_edits(definitions)
-        assert not forms.loss_in_chunks
-    finally:
-        forms.find_edits(vars(kernels))
-
-
 def test_a_loss_of_all_tokens_is_not_computed_in_chunks():
     """An edit that divides by the number of tokens differs in parts; one of each token does not."""
     plain = inspect.unwrap(kernels.plain_loss)

@@ -198,13 +198,3 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     words[1] = "--tasks=made_up,nope"
     with pytest.raises(UserError, match="the harness has no nope"):
         harness.main(configure(harness.Config, words))
-
-
-@pytest.mark.parametrize("given, word", [
-    (dict(max_gen_toks=64), "max_gen_toks=64"),
-    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0), "top_p"),
-    (dict(max_gen_toks=9, num_beams=2), "num_beams"),
-])  # fmt: skip
-def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, word):
-    with pytest.raises(UserError, match=word):
-        once.generate_until(asked("generate_until", [("a", given)]))

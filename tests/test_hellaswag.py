@@ -70,15 +70,6 @@ def test_equals_one_row_at_a_time():
         assert score["n"] == 30 and score["truncated"] == 0
 
 
-def test_an_ending_has_the_tokens_that_it_has_in_the_text():
-    """Llama 2's tokenizer begins what it is given with a token of its own."""
-    tokenizer = types.SimpleNamespace(
-        encode_batch=lambda texts: [np.array([1, *t.encode()]) for t in texts]
-    )
-    prepared = hellaswag.prepare([{"ctx": "ab", "endings": ["c"] * 4, "label": 0}], tokenizer, 32)
-    assert prepared.rows[0].tolist() == [1, *b"ab c"] and prepared.starts[0] == 3
-
-
 @pytest.fixture(scope="module")
 def across():
     """A tokenizer with tokens across spaces, as SentencePiece's may be; it drops what it lacks."""

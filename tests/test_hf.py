@@ -72,13 +72,6 @@ def test_shape_rope_and_tokenizer_are_the_weights(weights):
     assert settings(f"--init_from=hf:{weights}").block_size == 1024
 
 
-def test_all_contradictions_are_in_one_line(weights):
-    words = [str(ROOT / "config/gpt2_124m.py"), f"--init_from=hf:{weights}", "--rope_theta=5e5"]
-    names = "n_layer: checkpoint 2, now 12", "n_head", "n_embd", "rope_theta"
-    line = refused(lambda: settings(*words, "--norm=rmsnorm"), *names)
-    assert "norm:" not in line and "block_size" not in line
-
-
 @pytest.mark.fault(114)
 def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
     """50,257 ids are not always GPT-2's."""

@@ -10,7 +10,6 @@ from conftest import one_line, read_rows, write_manifest, write_shard
 
 from corpus import shards as shard_files
 from corpus.loader import DataError, TokenLoader
-from corpus.prefetch import prefetched
 from corpus.shards import verify
 from system.files import digest
 
@@ -346,27 +345,6 @@ def test_validation_is_the_same_for_any_world_and_batch(data, tokens, rows):
                 assert (y[~real] == -100).all()
                 got += torch.cat([x, y[:, -1:]], 1)[real].tolist()
         assert sorted(got) == sorted(expected) and len(batches) == (rows > 0)
-
-
-def test_errors_of_the_thread_arrive_and_close_ends_it():
-    made = []
-
-    def items(last):
-        for i in range(last):
-            made.append(i)
-            yield i
-        raise DataError("from the thread")
-
-    found = prefetched(items(1), 2)
-    assert next(found) == 0
-    with pytest.raises(DataError, match="from the thread"):
-        next(found)
-    assert list(prefetched(iter(range(5)), 2)) == list(range(5))
-    found = prefetched(items(100), 2)
-    assert next(found) == 0
-    found.close()
-    time.sleep(0.2)
-    assert len(made) <= 1 + 4, "no more than the items that were under way"
 
 
 @pytest.mark.gpu

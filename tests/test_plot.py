@@ -41,33 +41,6 @@ def test_a_step_that_is_nan_is_a_gap_of_every_line(tmp_path):
         assert at[np.isnan(values)].tolist() == [20.0]
 
 
-def test_extras_and_evaluations_of_ones_own_have_a_panel_for_each_figure(tmp_path):
-    lines = [
-        line | {"extras": {"z": 1 / line["step"], "off": None}} for line in training([1, 2, 3])
-    ]
-    lines.append(validation(3, 2.0, extras={"z": 0.5}))
-    for step in (0, 2, 4):
-        own = {"accuracy": step / 9, "texts": ["a"], "seconds": 2.0}
-        lines += [dict(kind="reverse", step=step, **own), dict(kind="skipped", step=step, in_all=1)]
-    figure = drawn([write(tmp_path / "a", lines)])
-    assert titles(figure)[1:3] == ["z", "reverse accuracy"] and len(titles(figure)) == 6
-    (marks,) = figure.axes[2].lines
-    assert marks.get_marker() == "o" and marks.get_xdata().tolist() == [0, 2, 4]
-    assert marks.get_ydata() == pytest.approx([0, 2 / 9, 4 / 9])
-
-
-def test_sides_have_a_colour_each_and_the_difference_a_panel(tmp_path, capsys):
-    lines = [validation(step, 3.0) for step in (1, 2, 3)]
-    folders = [write(tmp_path / name, lines) for name in "abc"]
-    runs = logs.load(folders)
-    logs.compare(runs[:1], runs[1:], "loss")
-    plot.paint([runs[:1], runs[1:]], plot.LIGHT)
-    looks = [(run.color, run.dash) for run in runs]
-    blue, orange = plot.LIGHT[:2]
-    assert looks == [(blue, "-"), (orange, "-"), (orange, plot.DASHES[1])]
-    assert "difference from" in titles(plot.draw(runs, "steps", "loss"))[-1]
-
-
 def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
     a, b = (run_of(tmp_path / name / "run", steps=30) for name in "ab")
     monkeypatch.chdir(ROOT)

@@ -14,7 +14,7 @@ from conftest import one_line, peak_bytes, save_model
 import sample
 from corpus import chat, tokenizer
 from model import build
-from run import hf, sampling, source, trained
+from run import hf, trained
 from scale import parallel, shards
 from settings import GPTConfig
 from system.errors import UserError
@@ -95,28 +95,6 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
     # the samples differ in length
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2
     assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
-
-
-def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(
-    run, capsys, monkeypatch
-):
-    ids = torch.tensor([[104], [105], [256], [33]])
-    asked = []
-    monkeypatch.setattr(
-        sampling, "steps", lambda _, x, *__: asked.append(x[0].tolist()) or iter(ids)
-    )
-    monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
-    for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
-        sample.main(config(run, prompt="so-", n_samples=1, stop=stop, bos=stop))
-        out, err = capsys.readouterr()
-        shown, last = out.split("\n" + "-" * 80 + "\n")
-        assert (
-            shown == text
-            and last.startswith(f"{count} tokens in ")
-            and last.endswith(" tokens/s\n")
-        )
-        assert err == f"warning: model.py differs from that of {run}/step_00000000\n"
-        assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
 @pytest.fixture

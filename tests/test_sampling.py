@@ -137,13 +137,6 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(
     assert words in said and said.count("warning: ") == said.count("\n") == bool(words)
 
 
-def test_the_proof_of_a_cache_leaves_the_random_state_as_it_was():
-    model = random_model()
-    before = torch.get_rng_state()
-    assert sampling.make_cache(model, 0) is not None
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
 def test_a_compiled_model_keeps_its_graphs(compiler):
     """Sampling within a run neither makes graphs nor lets the run's own be compiled again."""

@@ -155,12 +155,6 @@ def with_template(folder):
     return folder
 
 
-def test_texts_that_look_like_records_are_texts(tmp_path):
-    written(tmp_path, code__py=b'{"a": 1}\nprint()\n', list__txt=b"[1]\n")
-    found, _ = read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")
-    assert found == ['{"a": 1}\nprint()\n', "[1]\n"]
-
-
 def one_bad_row(path):
     """A parquet file whose second text of three is not UTF-8, which Arrow does not look at."""
     bad = pyarrow.array([b"good", b"b\xe9d", b"last"]).view(pyarrow.string())
@@ -174,17 +168,6 @@ def test_one_bad_row_of_parquet_is_named_or_left_out(tmp_path):
     assert "run the same command" not in one_line(error)
     texts, told = read(tmp_path, tmp_path / "x.parquet", skip_bad_documents=True)
     assert texts == ["good", "last"] and "1 bad documents" in told
-
-
-@pytest.mark.parametrize("shuffle_seed", [None, 1])
-def test_a_second_run_tells_what_the_first_told(tmp_path, shuffle_seed):
-    written(tmp_path, a__jsonl=line("good") + b"{\n[]\n" + line("last"), b__txt=b"caf\xe9")
-    settings = dict(skip_bad_documents=True, shuffle_seed=shuffle_seed)
-    first, second = (read(tmp_path, tmp_path, **settings) for _ in range(2))
-    assert first[0] == second[0] and sorted(first[0]) == ["caf\ufffd", "good", "last"]
-    for _, told in (first, second):
-        assert f"2 bad documents left out, the first: {tmp_path}/a.jsonl:2" in told
-        assert "1 files with U+FFFD" in told and "b.txt" in told
 
 
 @pytest.mark.fault(97)
