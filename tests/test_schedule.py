@@ -73,10 +73,8 @@ def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp
     settings = GROWING | dict(batch_size=8)
     run = train_here(data_dir, tmp_path / "a", **settings)
     assert losses(run) == pytest.approx(losses(read_log(grown)), rel=1e-5)
-    assert any("128 in 4 rows a micro-batch up to 25%" in words for _, words in run[0]["rows"])
-    assert {step: line["tokens"] for step, line in train_lines(tmp_path / "a").items()} == {
-        step: line["tokens"] for step, line in train_lines(grown).items()
-    }
+    tokens = [line["tokens"] for line in train_lines(tmp_path / "a").values()]
+    assert tokens == [*itertools.accumulate(TOKENS)]
     for step in (2, 4, 6):
         out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
         train_here(data_dir, out, resume="auto", **settings)
@@ -132,11 +130,9 @@ def test_ranks_equal_one_process_at_each_boundary(grown, data_dir, tmp_path, num
         same_tensors(tmp_path / "many" / LAST, out / LAST)
 
 
-def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
+def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path):
     """4 steps of 512 tokens, 8 of 256, or 256 for half of them; the last step may pass the end."""
-    options = dict(
-        batch_size=2, max_tokens=2048, warmup_steps=2, log_interval=100, eval_interval=100
-    )
+    options = dict(batch_size=2, max_tokens=2048, warmup_steps=2, eval_interval=100)
     for name, steps, own in [
         ("large", 4, {}),
         ("small", 8, dict(batch_tokens=256)),
@@ -146,23 +142,11 @@ def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
         tokens = 2048 if name != "odd" else 5 * 512
         assert max(lines) == steps and lines[steps]["tokens"] == tokens, name
-        out = capsys.readouterr().out
-        assert (
-            f"step {steps}/{steps} | loss" in out
-            and "a larger --max_tokens and --resume=auto" in out
-        )
-        assert f"steps 0 to {steps}: {lines[steps]['tokens']:,} tokens" in out
         assert sorted(losses(read_log(tmp_path / name), "val")) == [0, steps]
-    assert (
-        f"decay {2 / (1e-3 * 6):g}" in dict(read_log(tmp_path / "growing")[0]["rows"])["optimizer"]
-    )
     train_here(data_dir, tmp_path / "large", resume="auto", **options)  # it is done
     assert max(train_lines(tmp_path / "large")) == 4
-    lines = train_lines_of(
-        data_dir, tmp_path / "large", resume="auto", **options | dict(max_tokens=3000)
-    )
-    assert sorted(lines) == [*range(1, 7)]
-    assert "max_tokens 2048 to 3000" in capsys.readouterr().out
+    options |= dict(max_tokens=3000, resume="auto")
+    assert sorted(train_lines_of(data_dir, tmp_path / "large", **options)) == [*range(1, 7)]
 
 
 def train_lines_of(data_dir, out_dir, **settings):
@@ -187,36 +171,22 @@ def clock(put, seconds=1.0, first=60.0):
 TIMED = dict(max_seconds=10, save_interval=4, keep_last=9, warmup_steps=2, eval_interval=5, lr=1e-3)
 
 
-def test_a_run_ends_with_its_schedule_after_so_many_seconds(
-    data_dir, tmp_path, monkeypatch, capsys
-):
+def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, monkeypatch):
     """The first step, which compiles, counts as the mean of the others."""
     clock(monkeypatch.setattr)
-    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5, log_interval=100)
-    assert sorted(lines) == [*range(1, 11)] and sorted(
-        losses(read_log(tmp_path / "run"), "val")
-    ) == [0, 5, 10]
-    rates = [
-        optim.learning_rate(i, i / 10, Config(lr=1e-3, warmup_steps=2, max_steps=10))
-        for i in range(10)
-    ]
+    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5)
+    assert sorted(lines) == [*range(1, 11)]
+    assert sorted(losses(read_log(tmp_path / "run"), "val")) == [0, 5, 10]
+    cfg = Config(lr=1e-3, warmup_steps=2, max_steps=10)
+    rates = [optim.learning_rate(i, i / 10, cfg) for i in range(10)]
     found = [line["lr"] for line in lines.values()]
     assert found[:2] + found[3:] == pytest.approx(rates[:2] + rates[3:])
     assert found[2] == pytest.approx(1e-3)  # none of the steps but the first is known
-    out = capsys.readouterr().out
-    assert (
-        "from step 0 on, 0.0 to 10 s of steps, whose number, and with it the weights, differs"
-        in out
-    )
-    assert "steps        10.0 of 10 s, compilation, evaluation and saving left out" in out
-    assert "step    10 | loss" in out and "eta 00:00" in out and "a larger --max_seconds and" in out
-    again = train_lines_of(
-        data_dir, copied(tmp_path / "run", 4, tmp_path / "b"), resume="auto", **TIMED
-    )
+    out = copied(tmp_path / "run", 4, tmp_path / "b")
+    again = train_lines_of(data_dir, out, resume="auto", **TIMED)
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
-    assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
-    assert saved.load_state(tmp_path / "b/step_00000010")["seconds"] == 10
+    assert saved.load_state(out / "step_00000010")["seconds"] == 10
 
 
 def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
