@@ -153,10 +153,8 @@ def test_ours_in_transformers(changes, tmp_path):
     # not every reader takes null
     assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads
     x = torch.tensor(list((ROOT / "README.md").read_bytes()[:128])).view(2, 64)
-    assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (
-        300,
-        32,
-    )
+    assert theirs.config.vocab_size == 300
+    assert theirs.get_input_embeddings().weight.shape == (300, 32)
     with torch.no_grad():
         expected = theirs(x).logits
         assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above

@@ -289,10 +289,8 @@ def test_prompt_and_completion_without_a_template(tmp_path):
     assert list(zip(tokens[at[7] : at[8]].tolist(), loss[at[7] : at[8]].tolist())) == expected
     folder = save_tokenizer(tmp_path / "t", None, ("<|endoftext|>", "</s>"), eos_token="</s>")
     (row,) = rows_of(folder, ("a", "b"))
-    assert row["loss"].tolist() == [False, False, True, True] and row["token"][[0, 3]].tolist() == [
-        0,
-        1,
-    ]
+    assert row["loss"].tolist() == [False, False, True, True]
+    assert row["token"][[0, 3]].tolist() == [0, 1]
 
 
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
@@ -370,9 +368,8 @@ def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, t
     )
     assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
     found = losses(read_log(tmp_path / "two"))
-    assert sorted(found) == [3, 4] and all(
-        found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found
-    )
+    assert sorted(found) == [3, 4]
+    assert all(found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found)
 
 
 def masked_step(words):

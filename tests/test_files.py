@@ -59,9 +59,7 @@ def test_json_that_cannot_be_read(tmp_path):
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(
-            UserError, match=f"{path}: a folder, a pipe or a device; expected a file"
-        ):
+        with pytest.raises(UserError, match=f"{path}: a folder, a pipe or a device; expected a"):
             files.read_json(path)
 
 
@@ -79,9 +77,7 @@ def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
         )
         try:
             assert other.stdout.readline() == b"held\n"
-            with pytest.raises(
-                UserError, match=f"in use by a run: process {other.pid} on .*; wait for its"
-            ):
+            with pytest.raises(UserError, match=f"in use by a run: process {other.pid} on"):
                 lock.take()
             with pytest.raises(UserError, match="in use by a run"), files.Lock(run):
                 pass

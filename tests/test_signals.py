@@ -111,10 +111,8 @@ def test_a_token_out_of_range_in_the_rows_of_another_rank_is_named(tmp_path):
     write_shard(folder / "py_train_000001.bin", [1] * 4 * 33 + [60_000] + [1] * 4_000)
     done = ranks.run(2, flags(folder, tmp_path / "run"))
     assert done.codes == [1, 3] and len(error_lines(done)) == 1
-    assert (
-        "error: rank 1: " in done.stderr
-        and "py_train_000001.bin: token 132 is 60000" in done.stderr
-    )
+    assert "error: rank 1: " in done.stderr
+    assert "py_train_000001.bin: token 132 is 60000" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,8 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monke
 def test_tokenizer_json(small, texts):
     reference, path = small
     tok = tokenizer.load(str(path))
-    assert tok.vocab_size == reference.get_vocab_size() and tok.eot == reference.token_to_id(
-        "<|endoftext|>"
-    )
+    assert tok.vocab_size == reference.get_vocab_size()
+    assert tok.eot == reference.token_to_id("<|endoftext|>")
     plain = [text for text in texts if "<|endoftext|>" not in text]
     assert [ids.tolist() for ids in tok.encode_batch(plain)] == [
         reference.encode(text).ids for text in plain
@@ -198,9 +197,8 @@ def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(tmp_path))
     (row,) = tok.rows(["a</s>"])
-    assert (
-        tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
-    )
+    assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0]
+    assert {1, tok.eot} <= tok.ends
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
     assert adds != "post_processor" or theirs == row.tolist()
 
