@@ -111,16 +111,6 @@ def test_a_rank_of_another_backend_is_told_before_any_collective():
     assert done.codes[1] == 2 and "error: rank 1: it joins over nccl" in done.errors[1]
 
 
-def test_other_hugging_face_weights_are_refused(tmp_path, pair):
-    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(content)
-    agreement.weights(tmp_path / "a")
-    agreement.weights(tmp_path / "b")
-    with pytest.raises(UserError, match="rank 1 .* model.safetensors="):
-        agreement.weights(tmp_path / "c")
-
-
 def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monkeypatch, pair):
     agreement.settings(Config())
     agreement.settings(

@@ -98,24 +98,6 @@ def test_other_peoples_models_begin_with_our_loss():
     assert first_losses[0] == pytest.approx(first_losses[1], abs=2e-4)
 
 
-def test_the_kinds_of_kernels_and_the_time_without_any():
-    events = [  # name, begin, end in ms, of two steps
-        ("nvjet_sm90_tst", 0.0, 4.0),
-        ("ncclDevKernel_AllGather", 2.0, 7.0),  # 3 of 5 ms exposed
-        ("cudnn_generated_flash_bprop", 8.0, 10.0),
-        ("triton_poi_fused_add", 10.0, 12.0),
-    ]
-    expected = {
-        "GEMMs": 2.0,
-        step.NCCL: 1.5,
-        "attention": 1.0,
-        "elementwise": 1.0,
-        "loss": 0,
-        "optimizer": 0,
-    }
-    assert step.times_by_kind(events) == expected | {"idle": 0.5, "all": 6.0}
-
-
 def test_memory_imports_no_torch():
     code = "import runpy, sys; runpy.run_path('bench.py', run_name='__main__')"
     code += "; assert 'torch' not in sys.modules"
@@ -205,24 +187,6 @@ def test_the_hosts_memory_is_what_offloaded_states_take(kind):
         assert pinned == pytest.approx([estimate["parameters"], estimate["gradients"]], rel=0.02)
         assert moments == pytest.approx(estimate["optimizer"], rel=1e-3)
         assert sum(weights) + sum(gradients) == moments
-
-
-def test_the_hosts_memory_is_counted():
-    """Half a million tokens of Llama 3 8B keep 128 GiB on the host.
-
-    Weights, gradients and moments take as much.
-    """
-    words = (
-        "--block_size=524288 --batch_tokens=524288 --batch_size=1 --remat=block --remat_offload"
-    ).split()
-    cfg = recipe("llama3_8b", *words, "--parallel=fsdp", "--offload_states")
-    assert sum(memory.on_host(cfg, 1).values()) == pytest.approx(256 * memory.GIB, rel=0.01)
-    whole = dict(
-        remat="attention", offload_states=False, batch_tokens=2 * 3 * 2**17, block_size=3 * 2**17
-    )
-    activations = memory.on_host(dataclasses.replace(cfg, **whole), 1)["activations"]
-    # what is small is pinned by PyTorch, in powers of two: 48 MiB of attention's logsumexp take 64
-    assert activations == 32 * (2 * 3 * memory.GIB + 2**26)
 
 
 def three_steps_in_rank(words):
@@ -383,17 +347,3 @@ def test_tables_on_a_gpu(capsys):
     runpy.run_path(str(ROOT / "results/speed/ops.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert re.search(r"\nall +[\d.]+ +[\d.]+", said) and re.search(r"ours +[\d.]+ +\d+", said), said
-
-
-def test_fsdp2_gathers_blocks_up_to_a_size(monkeypatch):
-    """By each block's own size: one with a table of value embeddings is larger than the others."""
-    monkeypatch.setattr(memory, "UNIT_MIB", 100)
-    mi = 2**20  # parameters, of 2 bytes each
-    for sizes, apart, expected in [
-        ([7 * mi] * 12, False, [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
-        ([7 * mi] * 3, True, [[0], [1], [2]]),
-        ([7 * mi, 45 * mi, 7 * mi, 7 * mi, 37 * mi, 1], False, [[0], [1], [2, 3], [4, 5]]),
-    ]:
-        blocks = [torch.nn.Linear(1, size, bias=False, device="meta") for size in sizes]
-        units = fsdp.units_of_blocks(blocks, apart)
-        assert [[blocks.index(block) for block in unit] for unit in units] == expected

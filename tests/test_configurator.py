@@ -1,6 +1,5 @@
 """configurator.py: values, files, help, and every mistake as one line that names its place."""
 
-import json
 import os
 import subprocess
 import sys
@@ -39,19 +38,6 @@ def test_defaults_and_flags():
     assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(
         3, -1.0, "x", False
     )
-
-
-def test_a_home_in_a_path_is_expanded(monkeypatch):
-    """The shell expands --key ~/x alone; a prompt keeps its text."""
-    from sample import Config as SampleConfig
-
-    monkeypatch.setenv("HOME", "/home/me")
-    words = ["--data_dir=~/a:0.5,~/b:0.5", "--init_from=hf:~/w", "--out_dir=~", "--tokenizer=a~/b"]
-    cfg = configure(settings.Config, words)
-    assert (cfg.data_dir, cfg.init_from) == ("/home/me/a:0.5,/home/me/b:0.5", "hf:/home/me/w")
-    assert (cfg.out_dir, cfg.tokenizer) == ("/home/me", "a~/b")
-    cfg = configure(SampleConfig, ["--checkpoint=~/x", "--prompt=~/x"])
-    assert (cfg.checkpoint, cfg.prompt) == ("/home/me/x", "~/x")
 
 
 def test_a_number_or_a_word():
@@ -214,16 +200,6 @@ def test_help_and_mistakes_of_train_need_no_torch():
         done = script(["config/test", word], NO_TORCH)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert said in done.stderr
-
-
-def test_a_rank_tells_its_mistake_and_its_report_has_it(tmp_path):
-    """Another rank than 0 tells it later: torchrun may end it before."""
-    for rank, said in (("0", "error: command"), ("1", "error: rank 1: command")):
-        report = tmp_path / rank
-        done = script(["--lr=x"], RANK=rank, WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(report))
-        assert done.returncode == 2 and done.stderr.startswith(said)
-        message = json.loads(report.read_text())["message"]  # as torch.distributed.elastic reads it
-        assert "lr=x" in message["message"] and int(message["extraInfo"]["timestamp"]) > 0
 
 
 @dataclass

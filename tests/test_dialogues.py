@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, flags, losses, one_line, read_log, train_here, train_in_rank, write_shard
+from conftest import ROOT, flags, losses, one_line, train_here, write_shard
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 import model as models
@@ -207,17 +207,6 @@ def test_beyond_the_end_of_turn_masks_are_those_of_transformers(chatml, template
         assert more <= {"<|im_end|>", ""}
 
 
-def test_answers_that_a_template_does_not_mark_have_no_loss(chatml, tmp_path):
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
-    each = "{% if m.train %}" + marked + "{% else %}{{ m.content }}{% endif %}"
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + each + "{% endfor %}")
-    no, yes = said("assistant", "no"), said("assistant", "yes", train=True)
-    first, second, third = rows_of(folder, no + yes, no, said("assistant", "b", train=True) + no)
-    assert with_loss(folder, first) == ["yes"] and len(first) == 1 + 4 and not len(second)
-    assert with_loss(folder, third) == ["b"]  # a part that ends at the first token
-
-
 @pytest.mark.parametrize("key", ["weight", "train", "training"])
 @pytest.mark.parametrize("template", [PLAIN, CHATML])
 def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template, key):
@@ -339,37 +328,6 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tm
 SHAPE = dict(
     vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512, max_steps=4, eval_interval=4
 )
-
-
-def test_the_loss_is_the_mean_over_all_answers_of_the_step_for_any_ranks(data, tmp_path):
-    folder, _ = data
-    log = train_here(folder, tmp_path / "one", **SHAPE, save_interval=2)
-    cfg = configure(Config, [str(train.__file__).replace("train.py", "config/test.py")])
-    for key, value in SHAPE.items():
-        setattr(cfg, key, value)
-    model = models.build(cfg, torch.device("cpu"), cfg.seed)
-
-    def reference(split, rows):
-        tokens, loss = (
-            torch.from_numpy(a.astype(int))[: rows * 32 + 1] for a in read_mask(folder, split)
-        )
-        with torch.no_grad():
-            logits = model.logits(tokens[:-1].view(rows, 32)).flatten(0, 1)
-        return F.cross_entropy(logits[loss[1:] > 0], tokens[1:][loss[1:] > 0]).item()
-
-    # 4 micro-steps of 4 rows
-    assert losses(log)[1] == pytest.approx(reference("train", 16), rel=1e-6)
-    val = read_mask(folder, "val")[0]
-    assert losses(log, "val")[0] == pytest.approx(
-        reference("val", min(1024, len(val) - 1) // 32), rel=1e-6
-    )
-    words = flags(
-        folder, tmp_path / "two", **SHAPE, batch_size=2, resume=tmp_path / "one/step_00000002"
-    )
-    assert ranks.call(2, train_in_rank, words) == [(0, "")] * 2
-    found = losses(read_log(tmp_path / "two"))
-    assert sorted(found) == [3, 4]
-    assert all(found[s] == pytest.approx(losses(log)[s], rel=4e-6) for s in found)
 
 
 def masked_step(words):

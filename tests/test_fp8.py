@@ -212,17 +212,6 @@ def test_linear(B, T, K, N, bias):
         assert all(error(a, b) < bound for a, b, bound in zip(found, exact, bounds))
 
 
-def test_a_weight_may_be_a_transpose(monkeypatch):
-    monkeypatch.setattr(forms, "enabled", {DEVICE.type})
-    layer = models.Linear(64, 48, bias=False, device=DEVICE)
-    layer.weight = nn.Parameter(randn(64, 48, dtype=torch.float32).t())
-    fp8.train_in_fp8(layer)
-    x = randn(32, 64)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        found = layer(x)
-    assert error(found, F.linear(x.double(), layer.weight.double())) < FORWARD
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
@@ -280,18 +269,6 @@ def test_rows_of_any_length():
     (_, grads), (_, refs) = low(own, ids, targets), gradients(plain, ids, targets)
     for name, ref in refs.items():
         assert alike(grads[name], ref) > ALIKE - 0.03, name
-
-
-def test_only_tracked_layers_are_gathered_in_8_bits():
-    """In bf16: a layer with a width that is no multiple of 16, or that model.py calls itself."""
-    own = small(n_layer=1, mlp="swiglu", n_hidden=72)
-    own.blocks[0].extra = nn.Linear(64, 64)
-    fp8.gather_in_8_bits(in_fp8(own).blocks.modules(), 2)
-    weights = {
-        name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()
-    }
-    found = {name for name, weight in weights.items() if isinstance(weight, fp8.ShardIn8Bits)}
-    assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -76,25 +76,6 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     assert lines(tmp_path)[1]["folders"] == {"a": {"stderr": None}}
 
 
-class FailingWandb:
-    id = "1"
-
-    def finish(self):
-        raise RuntimeError
-
-    def init(self, **settings):
-        raise ConnectionError
-
-
-def test_wandb_that_fails_without_a_word_costs_a_warning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", FailingWandb())
-    log = make(tmp_path, wandb=True)
-    assert "wandb is off (ConnectionError" in capsys.readouterr().out
-    log.wandb = FailingWandb()
-    log.close(1, False)
-    assert "wandb is off (RuntimeError" in capsys.readouterr().out
-
-
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     log = make(tmp_path)
     log.saved(150, tmp_path)

@@ -3,7 +3,7 @@
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT, one_line, train_here
+from conftest import ROOT, one_line
 from test_logs import run_of, training, validation, write
 
 import plot
@@ -16,19 +16,8 @@ def drawn(folders, x="steps", y="loss", panels=True):
     return plot.draw(logs.load([str(folder) for folder in folders]), x, y, panels)
 
 
-def titles(figure):
-    return [axes.get_title(loc="left") for axes in figure.axes]
-
-
 def labels(axes):
     return [text.get_text() for text in axes.texts]
-
-
-def test_a_run_of_train_py_has_what_every_axis_needs(data_dir, tmp_path):
-    train_here(data_dir, tmp_path / "a", max_steps=3, eval_interval=1)
-    for x in plot.AXES:
-        found = titles(drawn([tmp_path / "a"], x))
-        assert found[1:] == ["learning rate / its peak", "gradient norm", "tokens/s"]
 
 
 def test_a_step_that_is_nan_is_a_gap_of_every_line(tmp_path):

@@ -189,21 +189,6 @@ def written(path, source_of, precision, **shape):
     return model, sample.Config(**{source_of: str(path)}, device="cpu")
 
 
-@pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
-def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
-    shape = dict(n_embd=256, n_hidden=512, n_layer=4, vocab_size=1024)
-    model, settings = written(tmp_path / source_of, source_of, "bf16", **shape)
-    world = parallel.start("cpu")
-    peak = peak_bytes(lambda: trained.load_model(settings, world, "bf16"))
-    loaded, _ = trained.load_model(settings, world, "bf16")
-    size = sum(2 * p.numel() for p in model.parameters())
-    # the weights, the mapped file, which the profiler counts, and a stacked tensor
-    assert peak < 2.2 * size
-    for p, q in zip(loaded.parameters(), model.parameters()):
-        assert p.dtype == torch.bfloat16 and torch.equal(p, q)
-    assert trained.load_model(settings, world, "fp32")[0].wte.weight.dtype == torch.float32
-
-
 def divided_in_rank(settings, precision, ids):
     """For ranks.call: a divided model beside the whole one, in logits and in memory.
 

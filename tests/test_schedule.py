@@ -1,6 +1,5 @@
 """A batch that grows, and runs of a length in tokens or seconds, by train.py's own loop."""
 
-import functools
 import itertools
 import math
 import os
@@ -15,9 +14,7 @@ from conftest import flags, load_checkpoint, losses, read_log, train_here, train
 from experiments.patch import Patch
 
 import optim
-import train
 from experiments import plain
-from run.logger import Logger
 from scale import parallel
 from settings import Config
 
@@ -79,20 +76,6 @@ def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp
         out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
         train_here(data_dir, out, resume="auto", **settings)
         same_tensors(tmp_path / "a" / LAST, out / LAST)
-
-
-def test_each_shape_of_a_schedule_is_compiled_as_it_is(data_dir, tmp_path, monkeypatch):
-    """Evaluation has as many rows as the last stage."""
-    inputs = []
-
-    def backend(graph, given):
-        inputs.append([value for value in given if not torch.is_tensor(value)])
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    train_here(data_dir, tmp_path, compile=True, **GROWING | dict(batch_size=8))
-    # of the embedding, block and head: 4, 8 and 8 rows, and 8 in evaluation
-    assert len(inputs) == 3 * 3 and not any(inputs)
 
 
 def same_tensors(one, other):
@@ -187,22 +170,6 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, 
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
     assert saved.load_state(out / "step_00000010")["seconds"] == 10
-
-
-def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
-    """As on CUDA."""
-    clock(monkeypatch.setattr)
-
-    class Late(Logger):
-        def _read(self, *launched):
-            super()._read(*launched)
-            self.late = 1
-
-    monkeypatch.setattr(train, "Logger", Late)
-    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
-    assert sorted(lines) == [*range(1, 11)]
-    # all are read before a save
-    assert saved.load_state(tmp_path / "run/step_00000008")["seconds"] == 8
 
 
 def timed_in_rank(words):

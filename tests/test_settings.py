@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,11 +91,3 @@ def test_help_has_a_comment_for_every_setting():
     for row, below in itertools.pairwise([*rows, ""]):
         if row.startswith("  --"):
             assert row[28:].strip() or below.startswith(" " * 28)
-
-
-def test_no_torch_is_imported():
-    code = (
-        "import sys, configurator, settings, run.source, system.files; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

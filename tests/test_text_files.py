@@ -16,7 +16,7 @@ from conftest import one_line
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 from corpus import text_files, tokenizer
-from corpus.loader import DataError, TokenLoader
+from corpus.loader import DataError
 from system.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -200,20 +200,6 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
     assert read(tmp_path, source)[0][0] == "replaced 000"
 
 
-def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
-    """Texts never give the pad; other ids that a model lacks are refused before the first step."""
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/tokenizer.json").write_text(tokenizer.load("bytes").to_json())
-    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(dict(pad_token="<pad>")))
-    written(tmp_path, a__jsonl=line("text") * 20)
-    prepare(tmp_path / "d", tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t"), val_tokens=0)
-    assert json.loads((tmp_path / "d/manifest.json").read_text())["vocab_size"] == 258
-    TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).close()
-    for size in (256, 97):
-        with pytest.raises(DataError, match=f"vocab_size={size}"):
-            TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=size)
-
-
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many."""
     rows = [{"text": "one", "id": 1}, {"text": "two\n", "id": 2}]
@@ -221,13 +207,6 @@ def test_a_json_file_of_one_list(tmp_path):
         data = BOM + b"\n" + json.dumps(rows, indent=indent).encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
         assert read(tmp_path, tmp_path / name)[0] == ["one", "two\n"]
-
-
-def test_only_the_field_of_the_text_has_a_type(tmp_path):
-    """Other fields may change their types from line to line, lines may end as on Windows."""
-    rows = [{"text": "a", "ner": [[0, 4, "P"]]}, {"text": "b", "ner": 3}, {"text": "c"}]
-    (tmp_path / "x.jsonl").write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
-    assert read(tmp_path, tmp_path / "x.jsonl")[0] == ["a", "b", "c"]
 
 
 def test_a_text_in_parts_is_the_text(tmp_path, monkeypatch):

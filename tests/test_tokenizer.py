@@ -78,15 +78,6 @@ def test_encodings_are_tiktokens(name, texts, tmp_path):
         check_json(tok, texts, tmp_path)
 
 
-@pytest.mark.gpt2
-def test_gigatoken_that_differs_is_not_used(monkeypatch):
-    pytest.importorskip("gigatoken")
-    # another one must be noticed
-    for rule, used in {"": True, tokenizer.LLAMA3_PATTERN: False}.items():
-        tok = tokenizer.Tiktoken("gpt2", tiktoken.get_encoding("gpt2"), rule)
-        assert (tok.encoder != tok._encode) == used
-
-
 def test_bytes(texts, tmp_path):
     tok = tokenizer.load("bytes")
     assert (tok.vocab_size, tok.eot, tok.dtype) == (257, 256, np.uint16)

@@ -177,6 +177,7 @@ def test_used_folder_is_refused_and_kept(data_dir, tmp_path):
     # where a run ended before its first step, as by a mistake in an edit
     (tmp_path / "new").mkdir()
     (tmp_path / "new/log.jsonl").write_text('{"kind": "start", "step": 0, "rows": []}\n')
+    (tmp_path / "new/source.json").write_text("{}")
     for name, overwrite in dict(new=False, run=True).items():
         log = train_here(data_dir, tmp_path / name, max_steps=2, overwrite=overwrite)
         assert sorted(losses(log)) == [1, 2]
