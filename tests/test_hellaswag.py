@@ -32,11 +32,9 @@ def made_up(count, seed=0):
     return [make(i) for i in range(count)]
 
 
-def small(seed=1):
-    shape = GPTConfig(
-        vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32
-    )
-    return build(shape, torch.device("cpu"), seed=seed).eval()
+def small(seed=1, vocab_size=257):
+    shape = dict(vocab_size=vocab_size, vocab_multiple=1, block_size=128, n_layer=2, n_head=2)
+    return build(GPTConfig(**shape, n_embd=32), torch.device("cpu"), seed=seed).eval()
 
 
 def evaluated(model, prepared, batch_tokens=None):
@@ -89,21 +87,16 @@ def test_a_token_across_the_join_begins_the_ending(across):
     """Such rows are counted, whole endings are scored, and the score is that of single rows."""
     examples = made_up(40)
     prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
-    shape = GPTConfig(
-        vocab_size=400, vocab_multiple=1, block_size=128, n_layer=1, n_head=2, n_embd=32
-    )
-    model = build(shape, torch.device("cpu"), seed=1).eval()
+    model = small(vocab_size=400)
     for i, (row, start) in enumerate(zip(prepared.rows, prepared.starts)):
-        example = examples[i // 4]
-        whole, ending = f"{example['ctx']} {example['endings'][i % 4]}", example["endings"][i % 4]
+        context, ending = examples[i // 4]["ctx"], f" {examples[i // 4]['endings'][i % 4]}"
         first = int(row[0] == across.eot)  # where a token spans the whole context
-        assert across.decode(row[first:]) == whole
-        assert across.decode(row[start:]).endswith(f" {ending}")
-        assert example["ctx"].startswith(across.decode(row[first:start]))
-        spanned += across.decode(row[first:start]) != example["ctx"]
-        logp = (
-            model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
-        )
+        assert across.decode(row[first:]) == context + ending
+        assert across.decode(row[start:]).endswith(ending)
+        assert context.startswith(across.decode(row[first:start]))
+        spanned += across.decode(row[first:start]) != context
+        logits = model.logits(torch.from_numpy(row[None, :-1])).double()
+        logp = logits.log_softmax(-1)[0, start - 1 :]
         hits.append(-logp.gather(1, torch.from_numpy(row[start:, None])).sum().item())
     score, _ = evaluated(model, prepared, 1024)
     assert score["spanned"] == prepared.spanned == spanned > 100
@@ -115,15 +108,11 @@ def test_contexts_and_endings_of_no_token(across):
     """A context inside one token is scored after the separator; an ending of nothing is refused."""
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
-    assert all(
-        row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts)
-    )
-    evaluated(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]))
-    tokenizer = types.SimpleNamespace(
-        name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts]
-    )
-    with pytest.raises(UserError, match="example 0: an ending has no token in tokenizer=x"):
-        hellaswag.prepare([example], tokenizer, 32)
+    for row, start in zip(prepared.rows, prepared.starts):
+        assert row[0] == across.eot and start == 1
+    nothing = lambda texts: [np.arange(3) for _ in texts]
+    with pytest.raises(UserError, match="no token"):
+        hellaswag.prepare([example], types.SimpleNamespace(name="x", encode_batch=nothing), 32)
 
 
 def test_a_long_context_is_cut_on_its_left():
@@ -139,15 +128,10 @@ def test_a_long_context_is_cut_on_its_left():
 @pytest.mark.parametrize("line", [
     '{"ctx": "a", "endings"',
     '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
-    '{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}',
     '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "", "d", "e"], "label": 0}',
-    '{"ctx": "a", "endings": ["b", " ", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
-    '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
     b'{"ctx": "\xff"}',
-    pytest.param('{"ctx": ' * 100_000, id="nested"),
-    pytest.param("1" * 5000, id="digits"),
 ])  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"
@@ -193,28 +177,21 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     # a rank without a batch takes part
     assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1
     save_model(tmp_path / "run", model, model.cfg)
+    other = small(seed=2)
+    save_model(tmp_path / "other", other, other.cfg)
     words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
-    words += ["--limit=20"]
-    alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")
-    words += [f"--parallel={mode}"]
-    both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
+    words += ["--limit=20", "--batch_tokens=256"]
+    run = lambda number, *more: ranks.run(number, [*words, *more], "hellaswag.py")
+    alone, both = run(0), run(2, f"--parallel={mode}")
     assert alone.returncode == both.returncode == 0, both.stderr
     score, count, _ = both.outputs[0].rsplit(" | ", 2)
     assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2]
-    assert count == "20 examples, rows cut: 0"
-    assert both.outputs[1] == both.stderr == ""
-    other = small(seed=2)
-    save_model(tmp_path / "other", other, other.cfg)
-    done = ranks.run(
-        0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py"
-    )
+    assert count == "20 examples, rows cut: 0" and both.outputs[1] == both.stderr == ""
+    done = run(0, f"--against={tmp_path}/other")
     one, two = (evaluated(m, prepared, 256)[1]["acc_norm"] for m in (model, other))
     gain = one.astype(float) - two
-    words_of_it = f"acc_norm {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
-    said = done.stdout + done.stderr
-    assert gain.any() and done.stdout.splitlines()[1].count(words_of_it), said
+    difference = f"acc_norm {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
+    assert gain.any() and done.stdout.splitlines()[1].count(difference), done.stdout + done.stderr
     path.write_text("{")
-    for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
-        broken = ranks.run(2, words + more, "hellaswag.py")
-        assert broken.codes == [code, code], broken.stderr
-        assert broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
+    broken = run(2)
+    assert broken.codes == [3, 3] and broken.stderr.count("\n") == 1, broken.stderr

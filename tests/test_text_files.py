@@ -72,14 +72,6 @@ def test_a_kind_is_told_by_the_suffixes_in_any_case(tmp_path, name):
     assert read(tmp_path, tmp_path / name)[0] == read(tmp_path, tmp_path)[0] == ["one", "two"]
 
 
-def long_window(data):
-    """As zstd --long=28 writes it."""
-    own = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
-    write = zstandard.ZstdCompressor(compression_params=own).compressobj()
-    return write.compress(data) + write.flush()
-
-
-PNG = b"\x89PNG\r\n\x1a\n\0\0"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 BOM = b"\xef\xbb\xbf"
 UTF16 = "\u4e00\u4e8c".encode("utf-16")
@@ -91,37 +83,23 @@ DATA = b'{"data": [{"text": "a"}]}\n'
 REFUSED = {
     "x.zip": (zipped(a__jsonl=line("a"), b__jsonl=line("b")), {}, 2, "known"),
     "x.jsonl.zip": (zipped(a__jsonl=line("a")), {}, 2, "known"),
-    "x.tar.gz": (gzip.compress(b"text"), {}, 2, "known"),
     "x.csv": (b"id,text\n1,a\n", {}, 2, "table"),
-    "x.jsonl.1": (line("a"), {}, 2, "known"),
-    "x.jsonl.gz.zst": (zstandard.compress(gzip.compress(line("a"))), {}, 2, "known"),
     "blob": (line("one") + line("two"), {}, 3, "jsonl"),
-    "blob2": (b'[{"text": "one"}]', {}, 3, "jsonl"),
     "x.txt": (line("one"), {}, 3, "jsonl"),
     "y.txt": (UTF16, {}, 3, "UTF-16"),
-    "z.txt": (PNG, {}, 3, "zero"),
     "a.jsonl": (UTF16, {}, 3, "UTF-16"),
     "b.jsonl": (gzip.compress(line("a")), {}, 3, "gzip"),
-    "c.jsonl": (zstandard.compress(line("a")), {}, 3, "zstd"),
     "d.txt": (zipped(a=b"a"), {}, 3, "zip"),
     "e.jsonl": (LISTED, {}, 3, "list"),
     "f.jsonl": (INDENTED, {}, 3, "several"),
-    "g.json": (json.dumps({"data": [{"text": "a"}]}, indent=1).encode(), {}, 3, "several"),
     "h.json": (DATA, {}, 3, "data"),
     "i.json": (b'["one", "two"]', {}, 3, "field"),
     "j.json": (b"[{", {}, 3, "JSON"),
     "k.jsonl": (SHAREGPT, dict(text_key="messages", tokenizer="chat"), 3, "conversations"),
     "l.jsonl": (b"\n\n", {}, 3, "empty"),
-    "m.txt": (b"", {}, 3, "empty"),
-    "n.txt": (BOM, {}, 3, "empty"),
-    "o.jsonl": (line("") * 3, {}, 3, "empty"),
     "p.txt.zst": (zstandard.compress(os.urandom(9000).hex().encode())[:5000], {}, 3, "Truncated"),
-    "p.jsonl.zst": (long_window(line("a")), {}, 3, "memory"),
     "q.txt.gz": (gzip.compress(os.urandom(900).hex().encode())[:500], {}, 3, "EOFError"),
     "r.txt": (LFS, {}, 3, "LFS"),
-    "s.jsonl": (LFS, {}, 3, "LFS"),
-    "t.parquet": (LFS, {}, 3, "LFS"),
-    "u.txt.gz": (LFS, {}, 3, "LFS"),
     "v.jsonl": (b'{"text": 1}\n', {}, 3, "is 1"),
     "w.parquet": (b"PAR1 and no more", {}, 3, "Arrow"),
 }
