@@ -66,7 +66,7 @@ MODELS = {
     ),
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "llama31": lambda: llama(
-        rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512
+        rope_parameters=SCALING | dict(rope_theta=1e4), max_position_embeddings=512
     ),
     "qwen3_tied": lambda: qwen3(
         head_dim=32,
@@ -275,8 +275,8 @@ def test_weights_of_several_dtypes_are_loaded(tmp_path):
 
 def test_rope_as_transformers_4_writes_it(tmp_path):
     _, cfg = load(saved(MODELS["llama31"](), tmp_path))
-    assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (5e5, 8.0, 32)
-    edit_config(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=SCALING)
+    assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (1e4, 8.0, 32)
+    edit_config(tmp_path, rope_parameters=None, rope_theta=1e4, rope_scaling=SCALING)
     assert load(tmp_path)[1] == cfg
 
 

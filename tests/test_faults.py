@@ -1,5 +1,6 @@
 """Damaged and foreign files: what a run reads is what it expects, or is refused in one line."""
 
+import contextlib
 import copy
 import json
 import math
@@ -252,6 +253,7 @@ def test_flips_in_token_bytes(tmp_path):
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("name", ["../x_train_000001.bin", "/{outside}", "link_train_000001.bin"])
 def test_nothing_outside_a_folder_is_touched(tmp_path, name):
+    """A link to a shard of the right digest is read, as in a hub's cache; it is not written to."""
     outside = write_shard(tmp_path / "x_train_000001.bin", range(50))
     before, folder = outside.read_bytes(), tmp_path / "d"
     shards(folder)
@@ -261,14 +263,14 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     manifest["shards"][1] |= {"name": name, "tokens": 50, "bytes": len(before)}
     manifest["shards"][1]["sha256"] = files.digest(outside)[1]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    if not name.startswith("link"):  # what a hub's cache has in place of shards may be read
-        with pytest.raises(DataError, match="is damaged|is missing"):
-            verify(folder)
+    refused = pytest.raises(DataError, match="is damaged")
+    with contextlib.nullcontext() if name.startswith("link") else refused:
+        verify(folder)
     settings = manifest["settings"] | {"val_tokens": 10**9}
     progress = {"settings": settings, "shards": manifest["shards"], "next": [9, 0]}
     (folder / "manifest.json").unlink()
     (folder / "progress.json").write_text(json.dumps(progress))
-    with pytest.raises(DataError, match="is damaged|, a link"):
+    with contextlib.nullcontext() if name.startswith("link") else refused:
         shards(folder, val_tokens=10**9)  # too few documents
     assert outside.read_bytes() == before
 
