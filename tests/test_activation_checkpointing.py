@@ -87,21 +87,6 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
     assert not [kept for group in own.layers[0][1].store.leaving for kept in group.members]
 
 
-@pytest.mark.parametrize("kind", ["block", "attention", "selective"])
-def test_an_mlp_in_tiles_runs_twice(kind):
-    """Once in the forward and once in the backward, though its block is computed again as well."""
-    model, calls = build(), []
-
-    def counted(x, *rest):
-        calls.append(x.size(1))
-        return kernels.mlp(x, *rest)
-
-    model.blocks[0].mlp.core = counted
-    apply(model, kind, tile=16)
-    model(*batch())[0].backward()
-    assert calls == [16, 16] * 2
-
-
 DRAWS = {
     "torch": torch.rand_like,
     "numpy": lambda x: torch.from_numpy(np.random.random(x.shape)).to(x),

@@ -303,16 +303,6 @@ def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys
     assert steps() == [4, 5]
 
 
-@pytest.mark.parametrize("settings", [{}, {"pack": 64}, {"shuffle_seed": 1}, {"max_tokens": 7_000}])
-def test_killed_before_the_manifest(tmp_path, settings):
-    shards(tmp_path / "whole", **settings)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(writer.Progress, "finish", lambda *_: 1 / 0)
-        shards(tmp_path / "cut", **settings)
-    shards(tmp_path / "cut", **settings)
-    assert test_fineweb.contents(tmp_path / "cut") == test_fineweb.contents(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
@@ -385,20 +375,6 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     saved = save_model(tmp_path / "named", model, named, 1)
     assert not (saved / "tokenizer.json").exists()
     assert "secret.json is not a tokenizer" in capsys.readouterr().err
-
-
-@pytest.mark.fault(62)
-def test_a_data_folder_takes_its_own_tokenizer(tmp_path):
-    (tmp_path / "input.txt").write_text("hello " * 400)
-    test_fineweb.prepare(tmp_path / "d", tmp_path / "input.txt", tokenizer="chars")
-    (tmp_path / "d").rename(tmp_path / "e")
-    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(
-        tmp_path / "e/tokenizer.json"
-    )
-    (tmp_path / "e/manifest.json").unlink()
-    assert TokenLoader(tmp_path / "e", "train", 1, 16).tokenizer == str(
-        tmp_path / "e/tokenizer.json"
-    )
 
 
 def train_until_killed(words, seconds):
