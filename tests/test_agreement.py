@@ -74,8 +74,8 @@ def test_other_examples_of_hellaswag_are_refused(data_dir, tmp_path):
     for label in (0, 1):
         path = tmp_path / str(label)
         path.write_text(json.dumps(example | {"label": label}) + "\n")
-        settings = dict(max_steps=1, save_interval=0, hellaswag_interval=1)
-        words.append(flags(data_dir, tmp_path / "run", **settings, hellaswag_file=path))
+        settings = dict(max_steps=1, save_interval=0, hellaswag_interval=1, hellaswag_file=path)
+        words.append(flags(data_dir, tmp_path / "run", **settings))
     done = attempt(*words)
     assert done.codes == [2, 2] and not (tmp_path / "run/log.jsonl").exists(), done.stderr
     [line] = error_lines(done)

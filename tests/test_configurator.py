@@ -200,10 +200,3 @@ def test_help_and_mistakes_of_train_need_no_torch():
         done = script(["config/test", word], NO_TORCH)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert said in done.stderr
-
-
-@dataclass
-class Several:
-    words = ()
-    against: tuple[str, ...] = ()  # other folders
-    dark: bool = False

@@ -12,13 +12,6 @@ from model import build
 from settings import Config
 from system.errors import UserError
 
-FILES = """
-import sys, train
-from pathlib import Path
-paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
-sys.exit(sum(Path.cwd() in (path.parent, path.parent.parent) for path in paths) > 48)
-"""
-
 
 def settings(**changes):
     defaults = dict(lr=1e-3, warmup_steps=10, max_steps=100, batch_tokens=1000, compile=False)

@@ -16,10 +16,6 @@ def drawn(folders, x="steps", y="loss", panels=True):
     return plot.draw(logs.load([str(folder) for folder in folders]), x, y, panels)
 
 
-def labels(axes):
-    return [text.get_text() for text in axes.texts]
-
-
 def test_a_step_that_is_nan_is_a_gap_of_every_line(tmp_path):
     lines = training(range(1, 41)) + [validation(step, 3.0) for step in (10, 20, 30, 40)]
     lines[19]["loss"] = None
@@ -39,19 +35,12 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
         ([a, b, "assets/build_nanogpt.jsonl"], "a/run/curves.png"),
     ]:
         plot.main(configure(plot.Config, words))
-        assert capsys.readouterr().out == f"drawn: {tmp_path}/{file}\n"
         assert (tmp_path / file).exists()
     image = matplotlib.image.imread(f"{a}/curves.png")[..., :3]
     for color in plot.LIGHT[:3]:  # each run's own
         rgb = np.array(matplotlib.colors.to_rgb(color))
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
-    for words, said in [
-        ([a, f"--out={tmp_path}/none/c.png"], "cannot write the picture"),
-        (["--out=c.png"], "give the folder of a run"),
-        (["x" * 300], "File name too long"),
-        ([a, "--outt=c.png"], "did you mean out?"),
-    ]:
-        with pytest.raises(UserError) as error:
+    for words, word in (([a, f"--out={tmp_path}/no/c.png"], "write"), (["--out=c.png"], "folder")):
+        with pytest.raises(UserError, match=word) as error:
             plot.main(configure(plot.Config, words))
-        assert said in str(error.value)
         one_line(error)

@@ -84,7 +84,6 @@ def same_tensors(one, other):
 
 
 FSDP = dict(parallel="fsdp")
-ONE = parallel.World(0, 1, torch.device("cpu"))
 # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
 MODES = [
     pytest.param(2, dict(batch_size=8), (4, 6), id="ddp"),  # micro-batches of 2, 4 and 8 rows

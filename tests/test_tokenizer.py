@@ -107,9 +107,8 @@ def test_tokenizer_json(small, texts):
     assert tok.vocab_size == reference.get_vocab_size()
     assert tok.eot == reference.token_to_id("<|endoftext|>")
     plain = [text for text in texts if "<|endoftext|>" not in text]
-    assert [ids.tolist() for ids in tok.encode_batch(plain)] == [
-        reference.encode(text).ids for text in plain
-    ]
+    expected = [reference.encode(text).ids for text in plain]
+    assert [ids.tolist() for ids in tok.encode_batch(plain)] == expected
     check_bytes(tok, texts)
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
@@ -165,22 +164,20 @@ def test_mistakes_are_one_line(files, word, tmp_path):
     assert name in one_line(error)
 
 
-@pytest.mark.parametrize(
-    "first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)]
-)
+@pytest.mark.parametrize("first, adds", [
+    ("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None),
+])  # fmt: skip
 def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
     """As in Llama 1 and 2, where <s> begins a text and </s> ends it."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     inner.add_special_tokens(["</s>", "<s>", "<mine>"])
     if adds == "post_processor":
-        inner.post_processor = tokenizers.processors.TemplateProcessing(
-            "<mine> $A", None, [("<mine>", 3)]
-        )
+        template = tokenizers.processors.TemplateProcessing
+        inner.post_processor = template("<mine> $A", None, [("<mine>", 3)])
     inner.save(str(tmp_path / "tokenizer.json"))
-    config = dict(
-        tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config"
-    )
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=first)
+    config["add_bos_token"] = adds == "config"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(tmp_path))
     (row,) = tok.rows(["a</s>"])
