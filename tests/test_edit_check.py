@@ -50,30 +50,17 @@ FREE = {
         "# ours\n    return F.gelu(\n        x, approximate='tanh')",
     ),
     "no docstring": ('    """down(activation(up(x))); x: (..., C) -> (..., C)."""\n', ""),
-    "parentheses": ("    return down(activation(up(x)))", "    return (down(activation(up(x))))"),
-    "first values": (
-        "class RMSNorm(nn.RMSNorm):\n",
-        "class RMSNorm(nn.RMSNorm):\n    def reset_parameters(self):\n        pass\n\n",
-    ),
     "another function": ("# -- the loss\n", "def another(x):\n    return swiglu(x)\n"),
     "no fused form": ("@operation\ndef mlp", "def mlp"),
 }
 EDITS = {  # (text, another, what is then edited, by the first of which)
     "an expression": ("F.relu(x).square()", "F.relu(x) ** 2", "relu2"),
-    "other names": (SWIGLU, SWIGLU.replace("gate", "a"), "swiglu"),
     "a decorator": ("@operation\ndef mlp", "@torch.compile\n@operation\ndef mlp", "mlp"),
     "a line": ("    first, second = x", "    x = 2 * x\n    first, second = x", "rotated rope"),
     "what others call": ("softcap * torch.tanh(", "softcap * torch.sin(", OF_CAP),
     "a second definition": (BIND, f"def gelu(x):\n    return x\n\n\n{BIND}", "gelu"),
     "an assignment": (BIND, f"mlp = torch.compile(mlp)\n{BIND}", "mlp"),
-    "a choice": (BIND, f"if True:\n    def cap(x, _):\n        return x\n{BIND}", OF_CAP),
-    "an attribute": (
-        "class Linear(nn.Linear):",
-        "class Linear(nn.Linear):\n    bias_scale = 2.0\n",
-        "Linear",
-    ),
     "another base": ("class LayerNorm(nn.LayerNorm):", "class LayerNorm(nn.RMSNorm):", "LayerNorm"),
-    "another name": ("def relu2(x):", "def squared(x):", "relu2"),
 }
 
 

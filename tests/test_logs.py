@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT, one_line
+from conftest import one_line
 
 import plot
 from configurator import configure
@@ -58,18 +58,6 @@ def test_steps_that_are_nan_stay_and_are_in_no_mean(tmp_path):
     assert not run.diverged
     ended = logs.Run(write(tmp_path / "end", lines + training([5], loss=None)))
     assert ended.diverged and ended.end("loss").step == 4
-
-
-def test_where_steps_lie(tmp_path):
-    """The first step, which compiles, counts as the median; validation begins after the start."""
-    run = logs.Run(run_of(tmp_path))
-    steps, loss = run.series("val", "loss")
-    assert steps.tolist() == [5, 10] and loss.tolist() == [4, 2]
-    assert run.place(steps, "seconds").tolist() == [2.5, 5]
-    assert run.place(steps, "tokens").tolist() == [500, 1000]
-    assert run.end("bpb") == logs.End("val", 10, 1.0)
-    small = logs.Run(ROOT / "results/modern/gpt2_300M.jsonl")  # "step_ms": 833.42
-    assert small.place(100, "seconds") == pytest.approx(83.342)
 
 
 @pytest.mark.parametrize("lines, message", [

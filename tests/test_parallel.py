@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from compare import CPU, LLAMA, copied, same_end, same_run
 from conftest import (
-    compile_to_graphs,
     flags,
     load_checkpoint,
     losses,
@@ -23,7 +22,6 @@ from conftest import (
     train_in_rank,
 )
 from safetensors.torch import load_file
-from torch._dynamo.utils import counters
 
 import convert
 import fast
@@ -171,14 +169,6 @@ def job_in_rank(words):
     return cfg, train.Training(cfg, world)
 
 
-def graphs_in_rank(words):
-    """(whether the model is in DDP, the number of graphs that a step compiles)."""
-    compile_to_graphs()
-    cfg, job = job_in_rank(words)
-    job.accumulate(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)))
-    return job.model is not job.state.model, counters["aot_autograd"]["total"]
-
-
 def time_limits_in_rank(words):
     """Seconds after which this rank gives up, in the world and in a sharded model's groups."""
     model = job_in_rank(words)[1].state.model
@@ -196,13 +186,6 @@ def test_every_group_has_the_time_limit_of_the_run():
     words = [*TINY, "--batch_tokens=32", "--compile=False", "--timeout_s=1234", "--parallel=hsdp"]
     words += ["--shard_size=1", "--context_parallel=2"]
     assert ranks.call(2, time_limits_in_rank, words) == 2 * [4 * [1234.0]]
-
-
-@pytest.mark.slow
-def test_ddp_does_not_cut_the_graph_of_a_block():
-    words = [*TINY, "--batch_tokens=16", "--compile=True", "--remat=selective"]
-    # a block has 3 MiB, DDP's first bucket 1
-    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]
 
 
 @pytest.mark.long
