@@ -43,7 +43,6 @@ def test_a_form_takes_what_its_definition_takes(name):
 
 BIND = "forms.find_edits(globals())"
 OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
-SWIGLU = "    gate, up = x.chunk(2, dim=-1)\n    return F.silu(gate) * up"
 FREE = {
     "a comment and a line break": (
         'return F.gelu(x, approximate="tanh")  # GPT-2\'s own form',
