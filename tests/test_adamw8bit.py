@@ -10,7 +10,7 @@ from torch._inductor import metrics
 from torch.nn import Parameter
 
 import model as models
-from scale import adamw8bit, parallel
+from scale import adamw8bit, memory, parallel
 from scale.adamw8bit import AdamW8bit
 from settings import Config
 
@@ -29,6 +29,7 @@ def round_trip(x, levels, to_zero):
 
 @pytest.mark.parametrize("levels, to_zero", [M, V])
 def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
+    assert memory.GROUP == adamw8bit.GROUP  # which it repeats, since it imports no torch
     torch.manual_seed(0)
     # 15 octaves in a group
     x = torch.exp2(torch.randint(-60, 60, (50, 1)) - 15 * torch.rand(50, 256))
