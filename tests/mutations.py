@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation("scale/adamw8bit.py", 'weight_decay=group["weight_decay"],', "weight_decay=0.0,",
              "small tensors do not decay", "test_adamw8bit.py -k small_tensors"),
     Mutation("fast/loss.py", "added=dw if start else None", "added=None",
-             "the head's gradient of the last chunk alone", "test_fast.py -k loss"),
+             "the head's gradient of the last chunk alone", "test_fast.py -k cross_entropy"),
     Mutation("fast/norm.py", "dweight, dshift, _ = sums.unbind()",
              "dshift, dweight, _ = sums.unbind()", "a norm's weight and shift change places",
              "test_fast.py"),
