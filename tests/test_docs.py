@@ -5,11 +5,9 @@ import shutil
 
 import pytest
 import ranks
-import torch
 from conftest import ROOT, flags, read_log
 
 from experiments import inside
-from scale.shards import local
 
 TEXT = (ROOT / "docs/experiment.md").read_text()
 
@@ -96,19 +94,3 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
         if line["kind"] == "train"
     ]
     assert found[12:] == found[8:12]  # steps 9 to 12
-
-
-def test_a_skipped_step_of_that_optimizer_changes_nothing():
-    namespace = {"torch": torch, "local": local}
-    exec(block("class Lion"), namespace)
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = namespace["Lion"]([dict(params=[p], weight_decay=0.1)], 0.5)
-    p.grad = torch.tensor([1.0, -1.0, 2.0])
-    optimizer.found_inf = torch.tensor(0.0)
-    optimizer.step()
-    torch.testing.assert_close(p.detach(), torch.tensor([0.45, 1.45, 0.45]))
-    before = p.detach().clone(), optimizer.state[p]["mean"].clone()
-    p.grad = torch.tensor([torch.nan, 1.0, torch.inf])
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    assert p.equal(before[0]) and optimizer.state[p]["mean"].equal(before[1])

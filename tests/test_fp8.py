@@ -212,17 +212,6 @@ def test_linear(B, T, K, N, bias):
         assert all(error(a, b) < bound for a, b, bound in zip(found, exact, bounds))
 
 
-def test_a_weight_may_be_a_transpose(monkeypatch):
-    monkeypatch.setattr(forms, "enabled", {DEVICE.type})
-    layer = models.Linear(64, 48, bias=False, device=DEVICE)
-    layer.weight = nn.Parameter(randn(64, 48, dtype=torch.float32).t())
-    fp8.train_in_fp8(layer)
-    x = randn(32, 64)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        found = layer(x)
-    assert error(found, F.linear(x.double(), layer.weight.double())) < FORWARD
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 @pytest.mark.parametrize("compiled", [False, True] if GPU else [True])
@@ -282,28 +271,6 @@ def test_rows_of_any_length():
         assert alike(grads[name], ref) > ALIKE - 0.03, name
 
 
-def test_only_tracked_layers_are_gathered_in_8_bits():
-    """In bf16: a layer with a width that is no multiple of 16, or that model.py calls itself."""
-    own = small(n_layer=1, mlp="swiglu", n_hidden=72)
-    own.blocks[0].extra = nn.Linear(64, 64)
-    fp8.gather_in_8_bits(in_fp8(own).blocks.modules(), 2)
-    weights = {
-        name: getattr(layer, "weight", None) for name, layer in own.blocks[0].named_modules()
-    }
-    found = {name for name, weight in weights.items() if isinstance(weight, fp8.ShardIn8Bits)}
-    assert found == {"attn.qkv", "attn.proj", "mlp.gate_up"}
-
-
-def test_a_gathered_weight_stays_frozen_and_keeps_an_edits_attributes():
-    own = in_fp8(small(n_layer=1))
-    weight = own.blocks[0].mlp.up.weight.requires_grad_(False)
-    weight.no_decay = True
-    fp8.gather_in_8_bits(own.blocks.modules(), 2)
-    gathered = own.blocks[0].mlp.up.weight
-    assert isinstance(gathered, fp8.ShardIn8Bits)
-    assert gathered.no_decay and not gathered.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("each, K, ranks", [(16, 48, 3)] + [(1024, 4096, 4), (16, 16, 1)] * GPU)
 def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
@@ -321,17 +288,13 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         )
         assert (result is None) == (out is not None)
         out, rows8 = out if result is None else result[0], gathered[0]
-        assert (
-            out.shape == w.shape
-            and out.dtype == torch.bfloat16
-            and rows8.untyped_storage().size() == 0
-        )
+        assert out.shape == w.shape and out.dtype == torch.bfloat16
+        assert rows8.untyped_storage().size() == 0
         straight, across = fp8.halves(out)
         assert torch.equal(straight.t().view(torch.uint8), across.view(torch.uint8))
         scale = layer.w_amax.item()
-        assert (
-            torch.frexp(layer.w_amax)[0].item() == 0.5 and 223 < w.abs().max().item() / scale <= 448
-        )
+        assert torch.frexp(layer.w_amax)[0].item() == 0.5
+        assert 223 < w.abs().max().item() / scale <= 448
         assert error(straight.double() * scale, w) < E4M3
 
 

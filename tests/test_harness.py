@@ -5,7 +5,6 @@ They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its 
 
 import functools
 import json
-import sys
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from test_hellaswag import made_up
 import convert
 import hellaswag
 from configurator import configure
-from corpus import DataError
 from corpus import tokenizer as tokenizers
 from measure import harness
 from model import build
@@ -200,25 +198,3 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     words[1] = "--tasks=made_up,nope"
     with pytest.raises(UserError, match="the harness has no nope"):
         harness.main(configure(harness.Config, words))
-
-
-@pytest.mark.parametrize("given, word", [
-    (dict(max_gen_toks=64), "max_gen_toks=64"),
-    (dict(max_gen_toks=9, top_p=0.9, temperature=1.0), "top_p"),
-    (dict(max_gen_toks=9, num_beams=2), "num_beams"),
-])  # fmt: skip
-def test_what_a_task_asks_and_sampling_lacks_is_refused(once, given, word):
-    with pytest.raises(UserError, match=word):
-        once.generate_until(asked("generate_until", [("a", given)]))
-
-
-@pytest.mark.parametrize("pair, size", [(("ab", ""), "0 tokens"), (("ab", "z" * 65), "65 tokens")])
-def test_a_continuation_that_cannot_be_scored_is_named(once, pair, size):
-    with pytest.raises(DataError, match=f"has {size}"):
-        once.loglikelihood(asked("loglikelihood", [pair]))
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match="pip install lm_eval"):
-        harness.main(harness.Config())

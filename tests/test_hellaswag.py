@@ -1,7 +1,6 @@
 """hellaswag.py: scores of any batch and ranks equal single rows'; damaged files and downloads."""
 
 import json
-import re
 import types
 import urllib.error
 
@@ -33,11 +32,9 @@ def made_up(count, seed=0):
     return [make(i) for i in range(count)]
 
 
-def small(seed=1):
-    shape = GPTConfig(
-        vocab_size=257, vocab_multiple=1, block_size=128, n_layer=2, n_head=2, n_embd=32
-    )
-    return build(shape, torch.device("cpu"), seed=seed).eval()
+def small(seed=1, vocab_size=257):
+    shape = dict(vocab_size=vocab_size, vocab_multiple=1, block_size=128, n_layer=2, n_head=2)
+    return build(GPTConfig(**shape, n_embd=32), torch.device("cpu"), seed=seed).eval()
 
 
 def evaluated(model, prepared, batch_tokens=None):
@@ -71,27 +68,6 @@ def test_equals_one_row_at_a_time():
         assert score["n"] == 30 and score["truncated"] == 0
 
 
-def test_batches_hold_every_row_once_in_few_shapes():
-    prepared = hellaswag.prepare(made_up(200), tokenizers.load("bytes"), 128)
-    jobs = list(hellaswag.batches(prepared, 2048, 128))
-    assert sorted(i for numbers, _, _ in jobs for i in numbers) == list(range(800))
-    assert len({(B, T) for _, B, T in jobs}) <= 4 and all(
-        B * T <= 2048 and len(n) <= B for n, B, T in jobs
-    )
-    padded, real = sum(B * T for _, B, T in jobs), sum(len(row) - 1 for row in prepared.rows)
-    # rounded up to 32, and a batch that is not full for each of 4 lengths
-    assert padded < 1.35 * real
-
-
-def test_an_ending_has_the_tokens_that_it_has_in_the_text():
-    """Llama 2's tokenizer begins what it is given with a token of its own."""
-    tokenizer = types.SimpleNamespace(
-        encode_batch=lambda texts: [np.array([1, *t.encode()]) for t in texts]
-    )
-    prepared = hellaswag.prepare([{"ctx": "ab", "endings": ["c"] * 4, "label": 0}], tokenizer, 32)
-    assert prepared.rows[0].tolist() == [1, *b"ab c"] and prepared.starts[0] == 3
-
-
 @pytest.fixture(scope="module")
 def across():
     """A tokenizer with tokens across spaces, as SentencePiece's may be; it drops what it lacks."""
@@ -111,22 +87,16 @@ def test_a_token_across_the_join_begins_the_ending(across):
     """Such rows are counted, whole endings are scored, and the score is that of single rows."""
     examples = made_up(40)
     prepared, spanned, hits = hellaswag.prepare(examples, across, 128), 0, []
-    shape = GPTConfig(
-        vocab_size=400, vocab_multiple=1, block_size=128, n_layer=1, n_head=2, n_embd=32
-    )
-    model = build(shape, torch.device("cpu"), seed=1).eval()
+    model = small(vocab_size=400)
     for i, (row, start) in enumerate(zip(prepared.rows, prepared.starts)):
-        example = examples[i // 4]
-        whole, ending = f"{example['ctx']} {example['endings'][i % 4]}", example["endings"][i % 4]
+        context, ending = examples[i // 4]["ctx"], f" {examples[i // 4]['endings'][i % 4]}"
         first = int(row[0] == across.eot)  # where a token spans the whole context
-        assert across.decode(row[first:]) == whole and across.decode(row[start:]).endswith(
-            f" {ending}"
-        )
-        assert example["ctx"].startswith(across.decode(row[first:start]))
-        spanned += across.decode(row[first:start]) != example["ctx"]
-        logp = (
-            model.logits(torch.from_numpy(row[None, :-1])).double().log_softmax(-1)[0, start - 1 :]
-        )
+        assert across.decode(row[first:]) == context + ending
+        assert across.decode(row[start:]).endswith(ending)
+        assert context.startswith(across.decode(row[first:start]))
+        spanned += across.decode(row[first:start]) != context
+        logits = model.logits(torch.from_numpy(row[None, :-1])).double()
+        logp = logits.log_softmax(-1)[0, start - 1 :]
         hits.append(-logp.gather(1, torch.from_numpy(row[start:, None])).sum().item())
     score, _ = evaluated(model, prepared, 1024)
     assert score["spanned"] == prepared.spanned == spanned > 100
@@ -138,18 +108,13 @@ def test_contexts_and_endings_of_no_token(across):
     """A context inside one token is scored after the separator; an ending of nothing is refused."""
     example = dict(ctx="\u4e00", endings=["the man", "a", "she", "a man"], label=0)
     prepared = hellaswag.prepare([example], across, 32)
-    assert all(
-        row[0] == across.eot and start == 1 for row, start in zip(prepared.rows, prepared.starts)
-    )
-    evaluated(small(), prepared._replace(rows=[row % 257 for row in prepared.rows]))
-    tokenizer = types.SimpleNamespace(
-        name="x", encode_batch=lambda texts: [np.arange(3) for _ in texts]
-    )
-    with pytest.raises(UserError, match="example 0: an ending has no token in tokenizer=x"):
-        hellaswag.prepare([example], tokenizer, 32)
+    for row, start in zip(prepared.rows, prepared.starts):
+        assert row[0] == across.eot and start == 1
+    nothing = lambda texts: [np.arange(3) for _ in texts]
+    with pytest.raises(UserError, match="no token"):
+        hellaswag.prepare([example], types.SimpleNamespace(name="x", encode_batch=nothing), 32)
 
 
-@pytest.mark.fault(40)
 def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
@@ -163,17 +128,11 @@ def test_a_long_context_is_cut_on_its_left():
 @pytest.mark.parametrize("line", [
     '{"ctx": "a", "endings"',
     '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
-    '{"ctx": 3, "endings": ["b", "c", "d", "e"], "label": 0}',
     '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "", "d", "e"], "label": 0}',
-    '{"ctx": "a", "endings": ["b", " ", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
-    '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}',
     b'{"ctx": "\xff"}',
-    pytest.param('{"ctx": ' * 100_000, id="nested"),
-    pytest.param("1" * 5000, id="digits"),
 ])  # fmt: skip
-@pytest.mark.fault(40, 81)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "h.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
@@ -191,7 +150,6 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
     assert hellaswag.load(path) == [{k: raw[k] for k in ("ctx", "endings")} | {"label": 3}]
 
 
-@pytest.mark.fault(40)
 def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, words in {
@@ -211,44 +169,6 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_line_for_the_console_has_standard_errors():
-    score = dict(acc=0.5, acc_norm=0.25, n=4, truncated=1, spanned=0, seconds=2.0)
-    shares = "acc_norm 0.2500 ±0.2165 | acc 0.5000 ±0.2500"
-    assert hellaswag.in_words(score) == f"{shares} | 4 examples, rows cut: 1 | 2.0 s"
-    assert "rows cut: 1, a token spans the join: 3 | 2.0" in hellaswag.in_words(
-        score | dict(spanned=3)
-    )
-    with pytest.raises(UserError, match="limit=0 must be at least 1"):
-        hellaswag.main(hellaswag.Config(limit=0))
-
-
-def test_examples_are_shown_with_their_losses_and_what_was_chosen(tmp_path, capsys):
-    model, tokenizer, examples = small(), tokenizers.load("bytes"), made_up(6)
-    save_model(tmp_path / "run", model, model.cfg)
-    (tmp_path / "h.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    words = dict(checkpoint=str(tmp_path / "run"), tokenizer="bytes", device="cpu")
-    hellaswag.main(hellaswag.Config(**words, file=str(tmp_path / "h.jsonl"), show=2))
-    said = capsys.readouterr().out
-    assert said.count("example ") == 2 and said.splitlines()[-1].startswith("acc_norm ")
-    for number, example in enumerate(examples[:2]):
-        block = said.split("example ")[number + 1]
-        rows = re.findall(r"^  (.{20}) +([\d.]+) +([\d.]+)  (\S.*)$", block, re.MULTILINE)
-        assert len(rows) == 4
-        for i, (marks, total, mean, ending) in enumerate(rows):
-            context = tokenizer.encode(example["ctx"])
-            own = tokenizer.encode(" " + example["endings"][i])
-            assert example["endings"][i].startswith(ending.split()[0])
-            logp = model.logits(torch.tensor([context + own])[:, :-1]).log_softmax(-1)[0]
-            expected = -logp[len(context) - 1 :].gather(1, torch.tensor(own)[:, None]).sum().item()
-            assert float(total) == pytest.approx(expected, abs=0.006)
-            assert float(mean) == pytest.approx(expected / len(own), abs=0.0006)
-            assert ("right" in marks) == (i == example["label"])
-        marks, totals, means, _ = zip(*rows)
-        for name, figures in (("acc", totals), ("acc_norm", means)):
-            chosen = min(range(4), key=lambda i: float(figures[i]))
-            assert name in [mark.strip() for mark in marks[chosen].split(",")]
-
-
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mode):
     model, path = small(), tmp_path / "h.jsonl"
@@ -257,29 +177,21 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     # a rank without a batch takes part
     assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1
     save_model(tmp_path / "run", model, model.cfg)
-    words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
-    words += ["--limit=20"]
-    alone = ranks.run(0, [*words, "--batch_tokens=256"], "hellaswag.py")
-    words += [f"--parallel={mode}"]
-    both = ranks.run(2, [*words, "--batch_tokens=256"], "hellaswag.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    score, count, _ = both.outputs[0].rsplit(" | ", 2)
-    assert [score, count] == alone.stdout.rsplit(" | ", 2)[
-        :2
-    ] and count == "20 examples, rows cut: 0"
-    assert both.outputs[1] == both.stderr == ""
     other = small(seed=2)
     save_model(tmp_path / "other", other, other.cfg)
-    done = ranks.run(
-        0, [*words[:-1], "--batch_tokens=256", f"--against={tmp_path}/other"], "hellaswag.py"
-    )
+    words = [f"--checkpoint={tmp_path}/run", f"--file={path}", "--tokenizer=bytes", "--device=cpu"]
+    words += ["--limit=20", "--batch_tokens=256"]
+    run = lambda number, *more: ranks.run(number, [*words, *more], "hellaswag.py")
+    alone, both = run(0), run(2, f"--parallel={mode}")
+    assert alone.returncode == both.returncode == 0, both.stderr
+    score, count, _ = both.outputs[0].rsplit(" | ", 2)
+    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2]
+    assert count == "20 examples, rows cut: 0" and both.outputs[1] == both.stderr == ""
+    done = run(0, f"--against={tmp_path}/other")
     one, two = (evaluated(m, prepared, 256)[1]["acc_norm"] for m in (model, other))
     gain = one.astype(float) - two
-    words_of_it = f"acc_norm {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
-    said = done.stdout + done.stderr
-    assert gain.any() and done.stdout.splitlines()[1].count(words_of_it), said
+    difference = f"acc_norm {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
+    assert gain.any() and done.stdout.splitlines()[1].count(difference), done.stdout + done.stderr
     path.write_text("{")
-    for more, code in ([], 3), ([f"--checkpoint={tmp_path}/none"], 4):
-        broken = ranks.run(2, words + more, "hellaswag.py")
-        assert broken.codes == [code, code], broken.stderr
-        assert broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
+    broken = run(2)
+    assert broken.codes == [3, 3] and broken.stderr.count("\n") == 1, broken.stderr

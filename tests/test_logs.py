@@ -5,14 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT, one_line, train_here
+from conftest import one_line
 
 import plot
 from configurator import configure
 from measure import logs
 from system.errors import UserError
-
-NAN = float("nan")
 
 
 def write(folder, lines, tail=""):
@@ -47,17 +45,6 @@ def test_the_later_of_two_lines_counts_and_a_torn_one_is_left_out(tmp_path):
     assert steps.tolist() == [1, 2, 3, 4] and loss.tolist() == [10.0, 5.0, 5.0, 5.0]
 
 
-def test_a_run_resumed_from_an_older_checkpoint_has_no_end_of_before(tmp_path):
-    first, second, third = (
-        dict(kind="start", step=step, rows=[["settings", f"lr={step}"]]) for step in (0, 8, 4)
-    )
-    lines = [first, *training(range(1, 11), loss=9.0), second, *training([9, 10])]
-    run = logs.Run(write(tmp_path, [*lines, third, *training([5, 6], loss=2.0)]))
-    steps, loss = run.series("train", "loss")
-    assert steps.tolist() == [1, 2, 3, 4, 5, 6] and loss.tolist() == [9.0] * 4 + [2.0] * 2
-    assert run.settings == {"lr": "4"}
-
-
 def test_steps_that_are_nan_stay_and_are_in_no_mean(tmp_path):
     """61 steps: a window of 3."""
     values = np.zeros(61)
@@ -73,28 +60,6 @@ def test_steps_that_are_nan_stay_and_are_in_no_mean(tmp_path):
     assert ended.diverged and ended.end("loss").step == 4
 
 
-def test_where_steps_lie(tmp_path):
-    """The first step, which compiles, counts as the median; validation begins after the start."""
-    run = logs.Run(run_of(tmp_path))
-    steps, loss = run.series("val", "loss")
-    assert steps.tolist() == [5, 10] and loss.tolist() == [4, 2]
-    assert run.place(steps, "seconds").tolist() == [2.5, 5]
-    assert run.place(steps, "tokens").tolist() == [500, 1000]
-    assert run.end("bpb") == logs.End("val", 10, 1.0)
-    small = logs.Run(ROOT / "results/modern/gpt2_300M.jsonl")  # "step_ms": 833.42
-    assert small.place(100, "seconds") == pytest.approx(83.342)
-
-
-def test_names_are_those_given_or_those_of_the_folders(tmp_path):
-    names = lambda folders, given=None: [run.name for run in logs.load(folders, given)]
-    a, b, c = (run_of(tmp_path / name) for name in ("a", "b", "other/a"))
-    assert names([a, b]) == ["a", "b"] and names([a, c]) == [a, c]
-    assert names([a, b], "as it was, with a gate") == ["as it was", "with a gate"]
-    with pytest.raises(UserError, match="has 1 names, but there are 2 runs"):
-        names([a, b], "x")
-
-
-@pytest.mark.fault(81)
 @pytest.mark.parametrize("lines, message", [
     (None, "No such file"),
     ([], "no finite loss"),
@@ -114,19 +79,6 @@ def test_what_is_no_log_is_named(tmp_path, lines, message):
 # -- --against
 
 
-@pytest.mark.parametrize("freedom, quantile", [
-    (1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1e5, 1.9600),
-])  # fmt: skip
-def test_quantiles_are_those_of_the_tables(freedom, quantile):
-    assert logs.t_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
-
-
-def test_a_quantile_between_whole_degrees_encloses_95_percent_of_the_density():
-    t = np.linspace(-1, 1, 400_001) * logs.t_quantile(2.6)
-    scale = math.gamma(1.8) / math.gamma(1.3) / math.sqrt(2.6 * math.pi)
-    assert np.trapezoid(scale * (1 + t * t / 2.6) ** -1.8, t) == pytest.approx(0.95, abs=1e-6)
-
-
 def test_welch_by_hand():
     """Three values of mean 3 and variance 1, and four of mean 7 and variance 4.
 
@@ -139,15 +91,6 @@ def test_welch_by_hand():
     assert logs.welch(np.array([1.0, 2.0, 4.0])) == pytest.approx((math.sqrt(7 / 9), 2))
     assert all(map(math.isnan, logs.welch(np.array([1.0]), np.array([1.0, 2.0]))))
     assert logs.welch(np.ones(2), np.ones(2)) == (0.0, 1.0)
-
-
-def test_in_ninety_five_of_a_hundred_experiments_the_interval_holds_the_difference():
-    draw, inside = np.random.default_rng(1), 0
-    for _ in range(400):
-        a, b = draw.normal(0, 1, 3), draw.normal(2, 3, 4)
-        error, freedom = logs.welch(a, b)
-        inside += abs(a.mean() - b.mean() + 2) < logs.t_quantile(freedom) * error
-    assert 0.92 < inside / 400 < 0.98
 
 
 def printed(words, capsys, tmp_path):
@@ -196,25 +139,6 @@ def test_pairs_need_the_same_seeds_and_rows(tmp_path, capsys):
     assert not any("paired" in line for line in lines) and "not all runs were validated on" in err
 
 
-def test_runs_of_other_numbers_of_tokens_are_compared_at_equal_ones_too(tmp_path, capsys):
-    """At equal time the long runs are far better; at equal tokens they are the same."""
-    (ours,) = sides(tmp_path, {"ours": {1: 2.0, 2: 2.1}}, steps=40)
-    (base,) = sides(tmp_path, {"base": {1: 3.0, 2: 3.1}}, steps=20)
-    lines, _ = printed([*ours, "--against", *base], capsys, tmp_path)
-    assert "lower" in lines[5] and "2,000 to 4,000" in lines[7]
-    assert [line[:34].split()[:2] for line in lines[8:]] == [["equal", "tokens"]] * 2
-    assert all("+0.0000" in line for line in lines[8:])
-
-
-def test_the_difference_by_step_is_a_figure_of_each_run(tmp_path, capsys):
-    ours, base = sides(tmp_path, {"ours": {1: 2.0}, "base": {1: 3.0, 2: 3.2}})
-    runs = logs.load([*ours, *base])
-    logs.compare(runs[:1], runs[1:], "loss")
-    found = [run.series("difference from base:", "loss") for run in runs]
-    assert [steps.tolist() for steps, _ in found] == [[5, 10]] * 3
-    assert [loss[1] for _, loss in found] == pytest.approx([-1.1, -0.1, 0.1])
-
-
 @pytest.mark.parametrize("words, message", [
     (["a", "--against", "a"], "given twice"),
     (["a", "--against", "b", "again"], "b, again: two have the same seed"),
@@ -232,15 +156,3 @@ def test_what_is_no_comparison(tmp_path, words, message):
     with pytest.raises(UserError, match=message) as error:
         plot.main(configure(plot.Config, given))
     one_line(error)
-
-
-def test_real_runs_are_paired(data_dir, tmp_path, capsys):
-    folders = {"gelu": [], "relu2": []}
-    for mlp, own in folders.items():
-        for seed in (1, 2):
-            own.append(str(tmp_path / f"{mlp}_{seed}"))
-            train_here(data_dir, own[-1], seed=seed, mlp=mlp, max_steps=4, eval_interval=4)
-    capsys.readouterr()
-    lines, err = printed([*folders["gelu"], "--against", *folders["relu2"]], capsys, tmp_path)
-    assert err == "" and lines[4] == "gelu less relu2, with 95% intervals"
-    assert [line.split()[1] for line in lines[5:]] == ["Welch", "paired"]

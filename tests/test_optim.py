@@ -1,28 +1,16 @@
 """optim.py: decay groups, Muon against a naive loop, and the schedules at their corners."""
 
 import math
-import modulefinder
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from compare import CPU, LLAMA, error, small
-from conftest import ROOT
 
 import optim
 from model import build
-from scale import memory
 from settings import Config
 from system.errors import UserError
-
-FILES = """
-import sys, train
-from pathlib import Path
-paths = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
-sys.exit(sum(Path.cwd() in (path.parent, path.parent.parent) for path in paths) > 48)
-"""
 
 
 def settings(**changes):
@@ -30,36 +18,17 @@ def settings(**changes):
     return Config(**asdict(small()) | defaults | changes)
 
 
-def test_import_train_loads_few_files():
-    """Of this repository 48 files at most; the kernels wait for a GPU."""
-    assert subprocess.run([sys.executable, "-c", FILES], cwd=ROOT).returncode == 0
-
-
-def test_importing_optim_loads_no_model_or_tokenizer():
-    finder = modulefinder.ModuleFinder([str(ROOT)])  # which finds imports without executing them
-    finder.run_script(str(ROOT / "optim.py"))
-    assert "scale.shards" in finder.modules
-    assert not {"corpus", "model", "run", "scale.parallel"} & finder.modules.keys()
-
-
 def test_groups_hold_every_parameter_once_each_with_its_rate():
     model = build(small(tie_embeddings=False), CPU, seed=0)
     groups = optim.param_groups(model, settings(lr_embedding=0.1, lr_head=None))
-    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(
-        id(p) for p in model.parameters()
-    )
+    of_groups = sorted(id(p) for group in groups for p in group["params"])
+    assert of_groups == sorted(map(id, model.parameters()))
     embedding, head, matrix, vector = groups
-    # vectors: no matrix to Muon
-    assert len(optim.param_groups(torch.nn.Conv1d(16, 16, 4), settings())) == 1
     gate_up = optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings())
     assert [(matrix.first, matrix.rows) for matrix in gate_up] == [(0, 48), (48, 48)]
-    edited = optim.matrices_of("blocks.0.attn.qkv.weight", torch.empty(97, 16), settings())
-    assert [matrix.rows for matrix in edited] == [97]
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
-    assert all(p.dim() == 2 for p in matrix["params"]) and all(
-        p.dim() == 1 for p in vector["params"]
-    )
+    assert {p.dim() for p in matrix["params"]} == {2} and {p.dim() for p in vector["params"]} == {1}
     assert [g["weight_decay"] for g in groups] == [0, 0.1, 0.1, 0]
     assert [g["lr"] for g in groups] == pytest.approx([0.1, 1e-3, 1e-3, 1e-3])
     muon = optim.param_groups(model, settings(optimizer="muon"))
@@ -72,9 +41,8 @@ def test_adamw_is_pytorchs_with_the_settings_numbers():
     model, cfg = build(small(), CPU, seed=0), settings(beta1=0.8, beta2=0.9, lr_embedding=0.1)
     optimizer = optim.make_optimizer(model, cfg)
     assert type(optimizer) is torch.optim.AdamW
-    assert {(*g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {
-        (0.8, 0.9, 1e-8, True)
-    }
+    for group in optimizer.param_groups:
+        assert (*group["betas"], group["eps"], group["fused"]) == (0.8, 0.9, 1e-8, True)
     optim.set_learning_rate(optimizer, cfg.lr / 2)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 5e-4, 5e-4])
 
@@ -181,13 +149,8 @@ def rate(step, **changes):
 
 
 def test_schedules():
-    at = {
-        0: 1e-4,
-        9: 1e-3,
-        10: 1e-3,
-        55: 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 2)),
-        100: 1e-4,
-    }
+    half = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 2))
+    at = {0: 1e-4, 9: 1e-3, 10: 1e-3, 55: half, 100: 1e-4}
     assert [rate(step) for step in at] == pytest.approx([*at.values()])
     rates = [rate(step) for step in range(10, 101)]
     assert rates == sorted(rates, reverse=True)
@@ -205,23 +168,21 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
     parts = [torch.nn.Parameter(stack[i].detach().clone()) for i in range(3)]
     wide = torch.nn.Parameter(torch.randn(16, 8))
     again = torch.nn.Parameter(wide.detach().clone())
-    grads, other = torch.randn(3, 8, 16), torch.randn(16, 8)
-    cfg = settings()
     weights = (stack, wide, again, *parts)
-    matrices = {p: optim.matrices_of("experts.weight", p, cfg) for p in weights}
-    assert [matrix.rows for matrix in matrices[stack]] == [8, 8, 8]
-    groups = [
-        dict(params=[stack], lr=0.02, weight_decay=0.1),
-        dict(params=[wide], lr=0.5, weight_decay=0.0),
+    matrices = {p: optim.matrices_of("experts.weight", p, settings()) for p in weights}
+    of = lambda params, **options: dict(params=params, **options)
+    slow, fast = dict(lr=0.02, weight_decay=0.1), dict(lr=0.5)
+    optimizers = [
+        optim.Muon([of([stack], **slow), of([wide], **fast, weight_decay=0.0)], matrices, lr=1.0),
+        optim.Muon([of(parts, **slow)], matrices, lr=1.0),
+        optim.Muon([of([again], **fast)], matrices, lr=1.0),
     ]
-    both = optim.Muon(groups, matrices, lr=1.0)
-    first = optim.Muon([dict(params=parts, lr=0.02, weight_decay=0.1)], matrices, lr=1.0)
-    second = optim.Muon([dict(params=[again], lr=0.5)], matrices, lr=1.0)
+    grads, other = torch.randn(3, 8, 16), torch.randn(16, 8)
     for _ in range(2):
         stack.grad, wide.grad, again.grad = grads.clone(), other.clone(), other.clone()
         for i, part in enumerate(parts):
             part.grad = grads[i].clone()
-        for optimizer in (both, first, second):
+        for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(stack.detach(), torch.stack([part.detach() for part in parts]))
     torch.testing.assert_close(wide, again)
@@ -244,65 +205,39 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     model, cfg = Edited(), settings(optimizer="muon", lr=0.02, lr_head=0.003)
     optimizer = optim.make_optimizer(model, cfg)
     said = capsys.readouterr().err
-    assert (
-        said.count("AdamW has row.weight (1, 8), mix.weight (8, 8, 4), at lr and without decay")
-        == 1
-    )
-    assert said.count("Muon has stack, outside of the blocks, and is for hidden matrices") == 1
+    assert "row.weight" in said and "mix.weight" in said and "Muon has stack" in said
     adamw, muon = optimizer.optimizers
-    assert type(adamw) is torch.optim.AdamW and [len(g["params"]) for g in adamw.param_groups] == [
-        1,
-        4,
-    ]
     assert muon.param_groups[0]["params"] == [model.stack]
     head, vectors = adamw.param_groups
-    assert (
-        head["params"] == [model.head_2.weight]
-        and head["lr"] == 0.003
-        and head["factor"] == 0.003 / 0.02
-    )
-    assert vectors["lr"] == 0.02 and vectors["weight_decay"] == 0
+    assert head["params"] == [model.head_2.weight] and head["lr"] == 0.003
+    assert len(vectors["params"]) == 4 and vectors["lr"] == 0.02 and vectors["weight_decay"] == 0
     optim.set_learning_rate(optimizer, 0.01)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0015, 0.01, 0.01])
-    for p in model.parameters():
-        if p.requires_grad:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def moved_by(found_inf):
+        optimizer.found_inf = torch.tensor(found_inf)
+        for p in trained.values():
             p.grad = torch.ones_like(p)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    optimizer.found_inf = torch.zeros(())
-    optimizer.step()
-    moved = {
-        name for (name, p), b in zip(model.named_parameters(), before) if not torch.equal(p, b)
-    }
-    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+        optimizer.step()
+        return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+
+    assert moved_by(1.0) == set() and moved_by(0.0) == trained.keys()
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 6
 
 
 def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     model = build(small(), CPU, seed=0)
-    with pytest.raises(UserError, match="names the optimizer 'lion', which `build` does not know"):
+    with pytest.raises(UserError, match="lion"):
         optim.build("lion", [], model, settings())
     sgd = lambda name, groups, model, cfg: torch.optim.SGD(groups, lr=cfg.lr)
     monkeypatch.setattr(optim, "build", sgd)
     assert type(optim.make_optimizer(model, settings())) is torch.optim.SGD
-    with pytest.raises(UserError, match="=2 needs an optimizer that knows found_inf, unlike SGD"):
+    with pytest.raises(UserError, match="found_inf"):
         optim.make_optimizer(model, settings(max_skipped_steps=2))
     fewer = lambda name, groups, model, cfg: torch.optim.SGD(groups[1:], lr=cfg.lr)
     monkeypatch.setattr(optim, "build", fewer)
-    with pytest.raises(UserError, match="wte.weight is in no group of the optimizer"):
+    with pytest.raises(UserError, match="wte.weight is in no group"):
         optim.make_optimizer(model, settings())
-    assert "for weights and gradients; the states of SGD, and" in memory.describe(
-        settings(), 1, optimizer="SGD"
-    )
-    named = settings()
-    named.optimizer = "lion"  # of an edit of settings.py
-    assert memory.not_estimated(named) == [
-        "optimizer=lion: its states are not known; try --optimizer=adamw"
-    ]
-    assert memory.total_bytes(named, 1) > 0 and "the states of lion, and" in memory.describe(
-        named, 1
-    )
-    assert optim.unknown(torch.optim.SGD(model.parameters())) == "SGD"

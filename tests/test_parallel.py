@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from compare import CPU, LLAMA, copied, same_end, same_run
 from conftest import (
-    compile_to_graphs,
     flags,
     load_checkpoint,
     losses,
@@ -23,7 +22,6 @@ from conftest import (
     train_in_rank,
 )
 from safetensors.torch import load_file
-from torch._dynamo.utils import counters
 
 import convert
 import fast
@@ -124,13 +122,6 @@ CASES = [pytest.param(*mode, id=name) for name, mode in MODES.items()]
 CASES += [pytest.param(*mode, id=name, marks=pytest.mark.slow) for name, mode in COVERED.items()]
 
 
-def same_samples(one, many):
-    [alone], [line] = (
-        [row for row in read_log(run) if row["kind"] == "sample"] for run in (one, many)
-    )
-    assert line["texts"] == alone["texts"]
-
-
 @pytest.mark.parametrize("number, mode, shape", CASES)
 @pytest.mark.fault(20)
 def test_any_mode_equals_one_process_and_resumes_across(
@@ -144,8 +135,6 @@ def test_any_mode_equals_one_process_and_resumes_across(
     one = alone(**settings)
     many = over_ranks(number, data_dir, tmp_path / "many", **settings, **mode)
     same_run(one, many, **(ROUGHER if shape.get("optimizer") == "muon" else {}))
-    if "sample_interval" in shape:
-        same_samples(one, many)
     train_here(data_dir, copied(many, 3, tmp_path / "back"), resume="auto", **settings)
     same_end(tmp_path / "back", one)
     out = over_ranks(
@@ -171,30 +160,6 @@ def job_in_rank(words):
     return cfg, train.Training(cfg, world)
 
 
-def kept_in_rank(words, limits):
-    """Rows of the start-up summary, and the units that stay gathered."""
-    memory.UNIT_MIB = 0  # a block a unit
-    fsdp.room = lambda *_: limits["ROOM"]
-    job = job_in_rank(words)[1]
-    return job.rows, len(job.state.model.unsharded_units)
-
-
-@pytest.mark.parametrize("room, blocks", [(0, 0), (150_000, 1), (10**6, 2)])
-def test_as_many_units_stay_gathered_as_there_is_room_for(room, blocks):
-    words = "config/test.py --device=cpu --precision=fp32 --vocab_size=257 --parallel=fsdp".split()
-    memory_of_them = f"{blocks} of 2 units stay gathered during a step, 0.0 GiB"
-    found = ranks.call(1, kept_in_rank, [*words, "--offload_states"], dict(ROOM=room))
-    assert found == [([("gathered", memory_of_them)] if room else [], blocks)]
-
-
-def graphs_in_rank(words):
-    """(whether the model is in DDP, the number of graphs that a step compiles)."""
-    compile_to_graphs()
-    cfg, job = job_in_rank(words)
-    job.accumulate(lambda: torch.randint(0, cfg.vocab_size, (2, cfg.batch_size, cfg.block_size)))
-    return job.model is not job.state.model, counters["aot_autograd"]["total"]
-
-
 def time_limits_in_rank(words):
     """Seconds after which this rank gives up, in the world and in a sharded model's groups."""
     model = job_in_rank(words)[1].state.model
@@ -212,13 +177,6 @@ def test_every_group_has_the_time_limit_of_the_run():
     words = [*TINY, "--batch_tokens=32", "--compile=False", "--timeout_s=1234", "--parallel=hsdp"]
     words += ["--shard_size=1", "--context_parallel=2"]
     assert ranks.call(2, time_limits_in_rank, words) == 2 * [4 * [1234.0]]
-
-
-@pytest.mark.slow
-def test_ddp_does_not_cut_the_graph_of_a_block():
-    words = [*TINY, "--batch_tokens=16", "--compile=True", "--remat=selective"]
-    # a block has 3 MiB, DDP's first bucket 1
-    assert ranks.call(1, graphs_in_rank, words) == [(True, 3)]
 
 
 @pytest.mark.long
@@ -239,35 +197,6 @@ def test_under_torchrun_as_one_process(data_dir, tmp_path, alone):
     same_run(alone(**SHORT), tmp_path / "two")
 
 
-@pytest.mark.slow
-@pytest.mark.fault(12)
-def test_errors_under_torchrun_are_one_line_and_end_every_rank(tmp_path):
-    (late := tmp_path / "late.py").write_text(
-        "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))"
-    )
-    # it kills a rank once another has ended
-    result = ranks.torchrun(2, ["config/test", late, "--lr=x"])
-    assert result.stderr.startswith("error: command line: lr=x is not a float")
-    assert "exitcode  : 2" in result.stderr and "rank      : 0" in result.stderr
-    assert result.stderr.count("error: command line") == 1  # torchrun's report may name both ranks
-
-
-def threads_in_rank(cfg, cores, threads):
-    """PyTorch's threads in this rank after it has joined, on a host of so many cores."""
-    os.sched_getaffinity, os.environ["OMP_NUM_THREADS"] = lambda _: set(range(cores)), threads
-    parallel.join(cfg)
-    parallel.barrier()  # a rank that left now would take its connections along
-    return torch.get_num_threads()
-
-
-@pytest.mark.parametrize("omp, offload, threads", [("1", True, 3), ("2", True, 1)])
-def test_ranks_that_update_on_the_cpu_share_its_cores(omp, offload, threads):
-    """torchrun sets OMP_NUM_THREADS=1; another number is somebody's choice."""
-    cfg = Config(device="cpu", parallel="fsdp", offload_states=offload)
-    assert ranks.call(2, threads_in_rank, cfg, 7, omp) == [threads] * 2
-
-
-@pytest.mark.fault(107)
 @pytest.mark.parametrize("name, word", [("WORLD_SIZE", "2"), ("WORLD_SIZE", ""), ("RANK", "")])
 def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkeypatch, name, word):
     """SLURM and containers set WORLD_SIZE, even to nothing; checks of settings see one rank too."""

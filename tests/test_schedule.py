@@ -1,11 +1,9 @@
 """A batch that grows, and runs of a length in tokens or seconds, by train.py's own loop."""
 
-import functools
 import itertools
 import math
 import os
 import types
-from unittest import mock
 
 import pytest
 import ranks
@@ -16,13 +14,9 @@ from conftest import flags, load_checkpoint, losses, read_log, train_here, train
 from experiments.patch import Patch
 
 import optim
-import train
-from configurator import configure
 from experiments import plain
-from run.logger import Logger
 from scale import parallel
 from settings import Config
-from system.errors import UserError
 
 # steps 1 to 4 have 128 tokens, 5 to 8 256, 9 to 16 512: in one process 2, 4 and 8 micro-steps
 GROWING = dict(
@@ -62,15 +56,6 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
     assert losses(read_log(grown), "val") == pytest.approx(found["val"], rel=1e-5)
 
 
-def test_the_summary_knows_the_stages(grown):
-    rows = read_log(grown)[0]["rows"]
-    assert ["step", "512 tokens: 2 x 32 x 1 ranks x 8 micro-steps"] in rows
-    small = "128 in 2 rows a micro-batch up to 25% of the run"
-    words = f"{small}, 256 in 2 rows a micro-batch up to 50% of the run"
-    assert ["", f"tokens a step: {words}; rates go with the root"] in rows
-    assert ["run", "steps 0 to 16: 5,632 tokens"] in rows
-
-
 @pytest.mark.parametrize("step", [2, 4, 6, slow(8), slow(12)])
 def test_a_resume_in_each_stage_is_bitwise(grown, data_dir, tmp_path, step):
     again = train_here(data_dir, copied(grown, step, tmp_path / "b"), resume="auto", **GROWING)
@@ -85,37 +70,12 @@ def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp
     settings = GROWING | dict(batch_size=8)
     run = train_here(data_dir, tmp_path / "a", **settings)
     assert losses(run) == pytest.approx(losses(read_log(grown)), rel=1e-5)
-    assert any("128 in 4 rows a micro-batch up to 25%" in words for _, words in run[0]["rows"])
-    assert {step: line["tokens"] for step, line in train_lines(tmp_path / "a").items()} == {
-        step: line["tokens"] for step, line in train_lines(grown).items()
-    }
+    tokens = [line["tokens"] for line in train_lines(tmp_path / "a").values()]
+    assert tokens == [*itertools.accumulate(TOKENS)]
     for step in (2, 4, 6):
         out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
         train_here(data_dir, out, resume="auto", **settings)
         same_tensors(tmp_path / "a" / LAST, out / LAST)
-
-
-def test_each_shape_of_a_schedule_is_compiled_as_it_is(data_dir, tmp_path, monkeypatch):
-    """Evaluation has as many rows as the last stage."""
-    inputs = []
-
-    def backend(graph, given):
-        inputs.append([value for value in given if not torch.is_tensor(value)])
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    train_here(data_dir, tmp_path, compile=True, **GROWING | dict(batch_size=8))
-    # of the embedding, block and head: 4, 8 and 8 rows, and 8 in evaluation
-    assert len(inputs) == 3 * 3 and not any(inputs)
-
-
-def test_a_loader_of_ones_own_must_have_batches_of_the_smallest_step(data_dir, tmp_path):
-    cfg = Config(data_dir=str(data_dir), batch_size=8, block_size=32, batch_tokens=512)
-    loader = train.make_loader(cfg, ONE)
-    words = "of 4 rows a rank, which only a loader with batches of B=4 rows gives"
-    with mock.patch.object(train, "make_loader", lambda *_: loader):
-        with pytest.raises(UserError, match=words):
-            train_here(data_dir, tmp_path, **GROWING | dict(batch_size=8))
 
 
 def same_tensors(one, other):
@@ -124,7 +84,6 @@ def same_tensors(one, other):
 
 
 FSDP = dict(parallel="fsdp")
-ONE = parallel.World(0, 1, torch.device("cpu"))
 # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
 MODES = [
     pytest.param(2, dict(batch_size=8), (4, 6), id="ddp"),  # micro-batches of 2, 4 and 8 rows
@@ -153,11 +112,9 @@ def test_ranks_equal_one_process_at_each_boundary(grown, data_dir, tmp_path, num
         same_tensors(tmp_path / "many" / LAST, out / LAST)
 
 
-def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
+def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path):
     """4 steps of 512 tokens, 8 of 256, or 256 for half of them; the last step may pass the end."""
-    options = dict(
-        batch_size=2, max_tokens=2048, warmup_steps=2, log_interval=100, eval_interval=100
-    )
+    options = dict(batch_size=2, max_tokens=2048, warmup_steps=2, eval_interval=100)
     for name, steps, own in [
         ("large", 4, {}),
         ("small", 8, dict(batch_tokens=256)),
@@ -167,23 +124,11 @@ def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path, capsys):
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
         tokens = 2048 if name != "odd" else 5 * 512
         assert max(lines) == steps and lines[steps]["tokens"] == tokens, name
-        out = capsys.readouterr().out
-        assert (
-            f"step {steps}/{steps} | loss" in out
-            and "a larger --max_tokens and --resume=auto" in out
-        )
-        assert f"steps 0 to {steps}: {lines[steps]['tokens']:,} tokens" in out
         assert sorted(losses(read_log(tmp_path / name), "val")) == [0, steps]
-    assert (
-        f"decay {2 / (1e-3 * 6):g}" in dict(read_log(tmp_path / "growing")[0]["rows"])["optimizer"]
-    )
     train_here(data_dir, tmp_path / "large", resume="auto", **options)  # it is done
     assert max(train_lines(tmp_path / "large")) == 4
-    lines = train_lines_of(
-        data_dir, tmp_path / "large", resume="auto", **options | dict(max_tokens=3000)
-    )
-    assert sorted(lines) == [*range(1, 7)]
-    assert "max_tokens 2048 to 3000" in capsys.readouterr().out
+    options |= dict(max_tokens=3000, resume="auto")
+    assert sorted(train_lines_of(data_dir, tmp_path / "large", **options)) == [*range(1, 7)]
 
 
 def train_lines_of(data_dir, out_dir, **settings):
@@ -208,56 +153,22 @@ def clock(put, seconds=1.0, first=60.0):
 TIMED = dict(max_seconds=10, save_interval=4, keep_last=9, warmup_steps=2, eval_interval=5, lr=1e-3)
 
 
-def test_a_run_ends_with_its_schedule_after_so_many_seconds(
-    data_dir, tmp_path, monkeypatch, capsys
-):
+def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, monkeypatch):
     """The first step, which compiles, counts as the mean of the others."""
     clock(monkeypatch.setattr)
-    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5, log_interval=100)
-    assert sorted(lines) == [*range(1, 11)] and sorted(
-        losses(read_log(tmp_path / "run"), "val")
-    ) == [
-        0,
-        5,
-        10,
-    ]
-    rates = [
-        optim.learning_rate(i, i / 10, Config(lr=1e-3, warmup_steps=2, max_steps=10))
-        for i in range(10)
-    ]
+    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED, max_steps=5)
+    assert sorted(lines) == [*range(1, 11)]
+    assert sorted(losses(read_log(tmp_path / "run"), "val")) == [0, 5, 10]
+    cfg = Config(lr=1e-3, warmup_steps=2, max_steps=10)
+    rates = [optim.learning_rate(i, i / 10, cfg) for i in range(10)]
     found = [line["lr"] for line in lines.values()]
     assert found[:2] + found[3:] == pytest.approx(rates[:2] + rates[3:])
     assert found[2] == pytest.approx(1e-3)  # none of the steps but the first is known
-    out = capsys.readouterr().out
-    assert (
-        "from step 0 on, 0.0 to 10 s of steps, whose number, and with it the weights, differs"
-        in out
-    )
-    assert "steps        10.0 of 10 s, compilation, evaluation and saving left out" in out
-    assert "step    10 | loss" in out and "eta 00:00" in out and "a larger --max_seconds and" in out
-    again = train_lines_of(
-        data_dir, copied(tmp_path / "run", 4, tmp_path / "b"), resume="auto", **TIMED
-    )
+    out = copied(tmp_path / "run", 4, tmp_path / "b")
+    again = train_lines_of(data_dir, out, resume="auto", **TIMED)
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
-    assert "from step 4 on, 4.0 to 10 s of steps" in capsys.readouterr().out
-    assert saved.load_state(tmp_path / "b/step_00000010")["seconds"] == 10
-
-
-def test_figures_that_come_a_step_late_end_a_run_at_the_same_step(data_dir, tmp_path, monkeypatch):
-    """As on CUDA."""
-    clock(monkeypatch.setattr)
-
-    class Late(Logger):
-        def _read(self, *launched):
-            super()._read(*launched)
-            self.late = 1
-
-    monkeypatch.setattr(train, "Logger", Late)
-    lines = train_lines_of(data_dir, tmp_path / "run", **TIMED)
-    assert sorted(lines) == [*range(1, 11)]
-    # all are read before a save
-    assert saved.load_state(tmp_path / "run/step_00000008")["seconds"] == 8
+    assert saved.load_state(out / "step_00000010")["seconds"] == 10
 
 
 def timed_in_rank(words):
@@ -286,13 +197,6 @@ def test_a_growing_batch_in_a_run_of_seconds(data_dir, tmp_path, monkeypatch):
     lines = train_lines_of(data_dir, tmp_path / "run", **settings)
     tokens = [line["tokens"] for line in lines.values()]
     assert tokens == [128 * min(n, 5) + 512 * max(0, n - 5) for n in range(1, 11)]
-
-
-@pytest.mark.parametrize("own", [dict(max_tokens=4096), dict(max_seconds=9), {}])
-def test_a_dry_run_takes_two_steps_of_the_largest_batch(data_dir, tmp_path, capsys, own):
-    words = flags(data_dir, tmp_path / "run", dry_run=True, batch_schedule="128:0.5", **own)
-    train.main(configure(Config, words))
-    assert "steps 0 to 2: 1,024 tokens" in capsys.readouterr().out
 
 
 # -- pure functions

@@ -6,13 +6,6 @@ from run import source
 from system.errors import UserError
 
 
-def test_every_source_of_this_repository_is_digested():
-    found = source.digests()
-    some = {"model.py", "kernels.py", "train.py", "run/source.py", "scale/parallel.py"}
-    assert some <= found.keys()
-    assert not any(name.startswith(("tests/", "config/")) for name in found)
-
-
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
     """(a repository of some files, a function by which a process begins in it)."""

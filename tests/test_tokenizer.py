@@ -1,7 +1,6 @@
 """tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -79,29 +78,6 @@ def test_encodings_are_tiktokens(name, texts, tmp_path):
         check_json(tok, texts, tmp_path)
 
 
-@pytest.mark.gpt2
-# raises at import, in use
-@pytest.mark.parametrize("source", ["import a_module_that_it_needs", ""])
-def test_a_broken_gigatoken_falls_back(source, texts, tmp_path, monkeypatch):
-    (tmp_path / "gigatoken.py").write_text(source + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
-    tokens = tokenizer.load("gpt2").encode_batch(texts)
-    assert [ids.tolist() for ids in tokens] == tiktoken.get_encoding("gpt2").encode_ordinary_batch(
-        texts
-    )
-    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
-
-
-@pytest.mark.gpt2
-def test_gigatoken_that_differs_is_not_used(monkeypatch):
-    pytest.importorskip("gigatoken")
-    # another one must be noticed
-    for rule, used in {"": True, tokenizer.LLAMA3_PATTERN: False}.items():
-        tok = tokenizer.Tiktoken("gpt2", tiktoken.get_encoding("gpt2"), rule)
-        assert (tok.encoder != tok._encode) == used
-
-
 def test_bytes(texts, tmp_path):
     tok = tokenizer.load("bytes")
     assert (tok.vocab_size, tok.eot, tok.dtype) == (257, 256, np.uint16)
@@ -111,17 +87,8 @@ def test_bytes(texts, tmp_path):
     assert tok.decode([104, 256, 105, 255]) == "hi\ufffd"
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.gpt2), "bytes", "json"])
-@pytest.mark.fault(38)
-def test_lone_surrogates_are_replaced(name, small):
-    tok = tokenizer.load(str(small[1]) if name == "json" else name)
-    one, two, three = tok.encode_batch(["a\ud800b", "pair \ud83d\ude00", "plain"])
-    assert (tok.decode(one), tok.decode(two), tok.decode(three)) == ("a\ufffdb", "pair 😀", "plain")
-
-
 @pytest.mark.gpt2
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.gpt2), "bytes", "json"])
-@pytest.mark.fault(38)
 def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monkeypatch):
     tok = tokenizer.load(str(small[1]) if name == "json" else name)
     text = "".join(texts[:20])
@@ -137,13 +104,11 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monke
 def test_tokenizer_json(small, texts):
     reference, path = small
     tok = tokenizer.load(str(path))
-    assert tok.vocab_size == reference.get_vocab_size() and tok.eot == reference.token_to_id(
-        "<|endoftext|>"
-    )
+    assert tok.vocab_size == reference.get_vocab_size()
+    assert tok.eot == reference.token_to_id("<|endoftext|>")
     plain = [text for text in texts if "<|endoftext|>" not in text]
-    assert [ids.tolist() for ids in tok.encode_batch(plain)] == [
-        reference.encode(text).ids for text in plain
-    ]
+    expected = [reference.encode(text).ids for text in plain]
+    assert [ids.tolist() for ids in tok.encode_batch(plain)] == expected
     check_bytes(tok, texts)
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
@@ -175,25 +140,21 @@ def replaced(**changes):
     return json.dumps(json.loads(tokenizer.load("bytes").to_json()) | changes)
 
 
-SPLIT = dict(type="Split", pattern=dict(Regex="(x+x+)+y"), behavior="Isolated", invert=False)
 OTHER = {"400": dict(content="<|im_start|>", special=True)}
 
 
-@pytest.mark.fault(73, 100, 114)
+@pytest.mark.fault(114)
 @pytest.mark.parametrize("files, word", [
     ({}, "no such file"),
     ({"tokenizer.json": "{}"}, "is not a tokenizer.json"),
     ({"tokenizer.json": "PANIC"}, "PanicException"),
-    ({"tokenizer.json": "SPLIT"}, "PanicException"),
     ({"tokenizer.json": "GOOD", "tokenizer_config.json": {"added_tokens_decoder": OTHER}}, "400"),
     ({"tokenizer.json": "GOOD", "added_tokens.json": {"<pad>": 300}}, "<pad>"),
     ({"vocab.json": {}, "merges.txt": {}}, "save_pretrained"),
-    ({"tokenizer.model": {}}, "save_pretrained"),
-    ({"vocab.txt": {}}, "save_pretrained"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(files, word, tmp_path):
     texts = {"PANIC": replaced(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA"))}
-    texts |= {"SPLIT": replaced(pre_tokenizer=SPLIT), "GOOD": replaced(), "{}": "{}"}
+    texts |= {"GOOD": replaced(), "{}": "{}"}
     for name, content in files.items():
         text = texts[content] if isinstance(content, str) else json.dumps(content)
         (tmp_path / name).write_text(text)
@@ -203,28 +164,25 @@ def test_mistakes_are_one_line(files, word, tmp_path):
     assert name in one_line(error)
 
 
-@pytest.mark.parametrize(
-    "first, adds", [("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None)]
-)
+@pytest.mark.parametrize("first, adds", [
+    ("<mine>", "post_processor"), ("<mine>", "config"), ("<s>", None),
+])  # fmt: skip
 def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
     """As in Llama 1 and 2, where <s> begins a text and </s> ends it."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     inner.add_special_tokens(["</s>", "<s>", "<mine>"])
     if adds == "post_processor":
-        inner.post_processor = tokenizers.processors.TemplateProcessing(
-            "<mine> $A", None, [("<mine>", 3)]
-        )
+        template = tokenizers.processors.TemplateProcessing
+        inner.post_processor = template("<mine> $A", None, [("<mine>", 3)])
     inner.save(str(tmp_path / "tokenizer.json"))
-    config = dict(
-        tokenizer_class="PreTrainedTokenizerFast", bos_token=first, add_bos_token=adds == "config"
-    )
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=first)
+    config["add_bos_token"] = adds == "config"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(tmp_path))
     (row,) = tok.rows(["a</s>"])
-    assert (
-        tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0] and {1, tok.eot} <= tok.ends
-    )
+    assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0]
+    assert {1, tok.eot} <= tok.ends
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
     assert adds != "post_processor" or theirs == row.tolist()
 
@@ -316,17 +274,3 @@ def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, small):
     for less in (size - 1, 0):
         with pytest.raises(UserError, match="give the tokenizer that it was trained with"):
             tokenizer.load(path, less or 1)
-
-
-@pytest.mark.parametrize("unk", [None, "<unk>"])
-def test_a_tokenizer_that_drops_characters_says_so(unk, tmp_path, capsys):
-    """As one of characters does that was trained without an unk_token."""
-    tokenizers = pytest.importorskip("tokenizers")
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2, "<unk>": 3}, [], unk_token=unk)
-    )
-    inner.add_special_tokens(["</s>"])
-    inner.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.load(str(tmp_path)).encode("a\u6771b") == ([0, 3, 1] if unk else [0, 1])
-    said = "drops characters that it lacks; one of bytes, or with unk_token, does not"
-    assert (said in capsys.readouterr().err) == (unk is None)

@@ -92,18 +92,14 @@ def test_a_damaged_newest_checkpoint_gives_way_with_its_document_mask(shards, tm
 
 @pytest.mark.gpt2
 def test_mistakes(shards, tmp_path):
-    with pytest.raises(UserError, match="name folders with validation shards"):
-        validate.main(validate.Config())
-    cfg = validate.Config(checkpoint="out/a", against="out/missing")
-    cfg.words = [str(shards)]
-    with pytest.raises(
-        UserError, match="^against=out/missing: no such folder; expected a run's or"
-    ):
-        validate.main(cfg)
-    settings = dict(max_steps=1, save_interval=1, vocab_size=50257)
-    train_here(shards, tmp_path / "a", **settings)
-    cfg = validate.Config(checkpoint=str(tmp_path / "a"), tokenizer="gpt2", device="cpu")
-    cfg.words = [str(shards)]
-    with pytest.raises(UserError) as error:
-        validate.main(cfg)
-    assert "has the tokenizer bytes, the model gpt2" in one_line(error)
+    train_here(shards, tmp_path / "a", max_steps=1, save_interval=1, vocab_size=50257)
+    for settings, words, word in [
+        ({}, [], "folders"),
+        (dict(checkpoint="out/a", against="out/missing"), [str(shards)], "against=out/missing"),
+        (dict(checkpoint=f"{tmp_path}/a", tokenizer="gpt2"), [str(shards)], "the model gpt2"),
+    ]:
+        cfg = validate.Config(**settings, device="cpu")
+        cfg.words = words
+        with pytest.raises(UserError, match=word) as error:
+            validate.main(cfg)
+        one_line(error)
