@@ -52,7 +52,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--init_from=resume", 1, "--resume=auto"),
     ("--init_from=gpt2", 1, "hf:gpt2"),
     ("--grad_clip=1", 1, "clip"),
-    ("--key_offset=True", 1, "positions=rope"),
     ("--batch_tokens=10", 1, "nearest: 65536"),
     ("--batch_schedule=65000:0.5", 2, "nearest: 63488"),
     ("--batch_schedule=24576:0.5", 1, "multiples"),
