@@ -245,9 +245,10 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
 
 def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
     """Texts never give the pad; other ids that a model lacks are refused before the first step."""
+    parts = json.loads(tokenizer.load("bytes").to_json())
+    parts["added_tokens"].append(parts["added_tokens"][0] | dict(id=257, content="<pad>"))
     (tmp_path / "t").mkdir()
-    (tmp_path / "t/tokenizer.json").write_text(tokenizer.load("bytes").to_json())
-    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(dict(pad_token="<pad>")))
+    (tmp_path / "t/tokenizer.json").write_text(json.dumps(parts))
     written(tmp_path, a__jsonl=line("text") * 20)
     prepare(tmp_path / "d", tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t"), val_tokens=0)
     assert json.loads((tmp_path / "d/manifest.json").read_text())["vocab_size"] == 258
