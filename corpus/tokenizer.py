@@ -212,8 +212,8 @@ class HuggingFace(Tokenizer):
 def inner_tokenizer(name, data, folder):
     """(a tokenizer of the package tokenizers, the text of its tokenizer.json).
 
-    It has no dropout, and cuts and pads nothing. Raises UserError where the folder's other files name
-    tokens that the tokenizer.json lacks.
+    It has no dropout, and cuts and pads nothing. Raises UserError where the folder's other files
+    name tokens that the tokenizer.json lacks.
     """
     with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
         text = data.decode()
