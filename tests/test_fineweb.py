@@ -89,7 +89,10 @@ def rebuild(texts, tok, val_tokens):
 def test_shards_are_the_documents(tmp_path):
     said = prepare(tmp_path / "d", shard_tokens=300_000, val_tokens=50_000)
     tok = tokenizer.load("gpt2")
-    texts = [Path(path).read_text("utf-8", "replace") for path in text_files.local_files(SOURCES)]
+    texts = [
+        Path(path).read_text("utf-8", "replace")
+        for path in text_files.local_files(SOURCES, text_files.Tally())
+    ]
     val, train = rebuild(texts, tok, 50_000)
     assert np.array_equal(np.concatenate(shard_tokens(tmp_path / "d", "val")), val)
     shards = shard_tokens(tmp_path / "d", "train")
@@ -157,7 +160,7 @@ def test_kinds_of_files(tmp_path):
         (tmp_path / name).write_bytes(b"\x89\0")
     out = tmp_path.parent / f"{tmp_path.name}-out"
     said = prepare(out, tmp_path, tokenizer="bytes", val_tokens=5)
-    assert "2 .csv, 1 .md, 1 .png" in said
+    assert "4 files in folders left out" in said
     assert "1 files with U+FFFD" in said
     for key, words in {
         "n": "its field n is 1, not text",
@@ -196,7 +199,7 @@ def test_max_tokens_default_val_and_short_documents(tmp_path):
         20_001,
     ]
     prepare(tmp_path / "chars", ASYNCIO, tokenizer="chars")
-    files = text_files.local_files(ASYNCIO)
+    files = text_files.local_files(ASYNCIO, text_files.Tally())
     size = sum(os.path.getsize(path) for path in files)
     for name in ("d", "chars"):  # whose tokens have one byte
         manifest = json.loads((tmp_path / name / "manifest.json").read_text())
@@ -424,7 +427,7 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
     for settings, code, word in [
         (dict(dataset="no/such/*.txt"), 2, "no text file"),
         (dict(dataset="dangling.txt"), 2, "no text file"),
-        (dict(dataset="./folder"), 2, ".csv"),
+        (dict(dataset="./folder"), 2, "left out"),
         (dict(dataset="one.jsonl"), 3, "18 of 18 tokens are for validation"),
         (dict(dataset="few.jsonl"), 3, "16 of 22 tokens are for validation"),
         (dict(dataset="one.txt", val_tokens=9), 2, "last tenth"),

@@ -84,7 +84,6 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 BOM = b"\xef\xbb\xbf"
 UTF16 = "\u4e00\u4e8c".encode("utf-16")
-LISTED = b'[\n{"text": "a"},\n{"text": "b"}\n]'
 INDENTED = json.dumps({"text": "a"}, indent=2).encode()
 SHAREGPT = b'{"conversations": [{"from": "human", "value": "a"}]}\n'
 DATA = b'{"data": [{"text": "a"}]}\n'
@@ -105,9 +104,8 @@ REFUSED = {
     "b.jsonl": (gzip.compress(line("a")), {}, 3, "gzip"),
     "c.jsonl": (zstandard.compress(line("a")), {}, 3, "zstd"),
     "d.txt": (zipped(a=b"a"), {}, 3, "zip"),
-    "e.jsonl": (LISTED, {}, 3, "list"),
-    "f.jsonl": (INDENTED, {}, 3, "several"),
-    "g.json": (json.dumps({"data": [{"text": "a"}]}, indent=1).encode(), {}, 3, "several"),
+    "f.jsonl": (INDENTED, {}, 3, "JSON"),
+    "g.json": (json.dumps({"data": [{"text": "a"}]}, indent=1).encode(), {}, 3, "JSON"),
     "h.json": (DATA, {}, 3, "data"),
     "i.json": (b'["one", "two"]', {}, 3, "field"),
     "j.json": (b"[{", {}, 3, "JSON"),
@@ -142,7 +140,7 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
             read(tmp_path, path, skip_bad_documents=skip, **settings)
         assert name in one_line(error) and error.value.exit_code == code
     if code == 2:  # no hint that leads here
-        with pytest.raises(UserError, match=r"left out of folders.*: 1 [.a-z0-9]+$"):
+        with pytest.raises(UserError, match="1 files in folders left out"):
             read(tmp_path, tmp_path)
         with pytest.raises(UserError, match=word):
             read(tmp_path, f"{tmp_path}/*")
@@ -187,21 +185,6 @@ def test_zstd_of_several_frames(tmp_path):
     assert read(tmp_path, tmp_path / "x.jsonl.zst")[0] == ["a", "b"]
 
 
-def one_bad_row(path):
-    """A parquet file whose second text of three is not UTF-8, which Arrow does not look at."""
-    bad = pyarrow.array([b"good", b"b\xe9d", b"last"]).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
-
-
-def test_one_bad_row_of_parquet_is_named_or_left_out(tmp_path):
-    one_bad_row(tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x.parquet:2: .*--skip_bad_documents") as error:
-        read(tmp_path, tmp_path / "x.parquet")
-    assert "run the same command" not in one_line(error)
-    texts, told = read(tmp_path, tmp_path / "x.parquet", skip_bad_documents=True)
-    assert texts == ["good", "last"] and "1 bad documents" in told
-
-
 @pytest.mark.parametrize("shuffle_seed", [None, 1])
 def test_a_second_run_tells_what_the_first_told(tmp_path, shuffle_seed):
     written(tmp_path, a__jsonl=line("good") + b"{\n[]\n" + line("last"), b__txt=b"caf\xe9")
@@ -223,7 +206,7 @@ def test_links_in_a_folder_are_left_out_and_circles_end(tmp_path):
     ).items():
         os.symlink(target, folder / f"{name}.txt")
     texts, told = read(tmp_path, folder)
-    assert texts == ["A", "B"] and "3 links" in told
+    assert texts == ["A", "B"] and "3 links in" in told
     assert read(tmp_path, folder / "file.txt")[0] == ["secret"], "by its name it is read"
 
 
@@ -261,7 +244,7 @@ def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many."""
     rows = [{"text": "one", "id": 1}, {"text": "two\n", "id": 2}]
-    for name, indent in {"flat.json": None, "wide.json.gz": 2}.items():
+    for name, indent in {"flat.json": None, "wide.json.gz": 2, "list.jsonl": 2}.items():
         data = BOM + b"\n" + json.dumps(rows, indent=indent).encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
         assert read(tmp_path, tmp_path / name)[0] == ["one", "two\n"]
