@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from conftest import one_line
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
