@@ -411,9 +411,7 @@ def open_hf(name):
     if cfg.tie_embeddings and HEAD in theirs:
         head = theirs.pop(HEAD)
         if not head.equal(theirs.setdefault(family.embedding, head)):  # it may be the only copy
-            raise UserError(
-                f"{folder}: its head is not the embedding, to which config.json ties it"
-            )
+            raise UserError(f"{folder}: its head is not the embedding that config.json ties it to")
     parts = parts_of(on_meta(cfg), may_have_more=True)
     wrong = []
     for name in sorted(parts.keys() | theirs.keys()):

@@ -236,9 +236,8 @@ def test_another_head_in_the_file_of_a_tied_model_is_refused(make, tmp_path):
     saved(make(tie_word_embeddings=True), tmp_path)
     same = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].clone()})
     assert same_logits(edit_tensors(tmp_path, same)).tie_embeddings is True
-    for change in (lambda head: head.flip(0).contiguous(), lambda head: head[:-1].clone()):
-        other = lambda tensors: tensors.update({"lm_head.weight": change(tensors[EMBEDDING[make]])})
-        refused(lambda: load(edit_tensors(tmp_path, other)), "head")
+    other = lambda tensors: tensors["lm_head.weight"].mul_(2)
+    refused(lambda: load(edit_tensors(tmp_path, other)), "head")
 
 
 @pytest.mark.fault(112)
