@@ -6,7 +6,7 @@ FROM python:3.12-slim
 # torch.compile and Triton build their host code with a C++ compiler
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
-COPY requirements.txt requirements-fast.txt ./
-RUN pip install --no-cache-dir -r requirements.txt -r requirements-fast.txt
+COPY requirements.txt ./
+RUN pip install --no-cache-dir -r requirements.txt
 COPY . .
 CMD ["python", "train.py", "--help"]

@@ -213,7 +213,7 @@ class Source:
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-        self.files = local_files(self.name)
+        self.files = local_files(self.name, self.tally)
         self.begun = float("inf")
         if self.files:
             check_files(cfg, self.files)

@@ -14,7 +14,7 @@ tokens per second, figures of your own that the model's forward returns
 With --against it prints a table too: the runs of a side differ in seeds alone,
 and each side has its mean loss ± the standard deviation; then the difference
 with a 95% interval, and, where the sides read different numbers of tokens, that
-after equal ones. The second panel is then the difference, step by step.
+after equal ones.
 """
 
 import math
@@ -147,29 +147,21 @@ def draw(runs, x, y, panels=True):
 
 
 def draw_losses(part, runs, x, y, enlarged):
-    """Training and validation loss; the end once more, with the names of runs that end there."""
+    """Training and validation loss, with the names of the runs; the end once more, larger."""
     ratios = [2, 1] if enlarged else [1]
     both = part.subplots(1, len(ratios), width_ratios=ratios, squeeze=False)[0]
     panel = Panel(f"loss, {UNITS[y]}: training thin, validation with marks", y, ("train", "val"))
     draw_panel(both[0], runs, x, panel)
-    _, right = both[0].get_xlim()
-    early = []
-    late = []
-    for run in runs:
-        if run.place(run.end(y).step, x) < END * right:
-            early.append(run)
-        else:
-            late.append(run)
+    label_ends(both[0], runs, x, y)
     if enlarged:
         kinds = panel.kinds
-        if late and all(joined(run, y) for run in late):
+        if all(joined(run, y) for run in runs):
             kinds = ("val",)
+        _, right = both[0].get_xlim()
         both[1].set_xlim(END * right, right)
         draw_panel(both[1], runs, x, Panel("the end", y, kinds), END * right)
     for axes in both:
         axes.set_xlabel(AXES[x])
-    label_ends(both[-1], late, x, y, beside=False)
-    label_ends(both[0], early, x, y, beside=True)
 
 
 def joined(run, key):
@@ -219,20 +211,15 @@ def draw_panel(axes, runs, x, panel, begin=0):
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
 
 
-def label_ends(axes, runs, x, y, beside):
-    """Each run's last loss and name in its colour, and a line from it to the end of the curve.
-
-    beside: below and right of that end, else right of the panel.
-    """
+def label_ends(axes, runs, x, y):
+    """Each run's last loss and name right of the panel, and a line to the end of its curve."""
     low, high = axes.get_ylim()
-    left, right = axes.get_xlim()
     ends = [run.end(y) for run in runs]
     values = np.array([end.value for end in ends])
     heights = np.clip((values - low) / (high - low), 0, 1)
     size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
-    places = spread(np.clip(heights - 0.1 * beside, 0.03, 1), 1.35 * size / 240)
+    places = spread(np.clip(heights, 0.03, 1), 1.35 * size / 240)
     for run, end, height, place in zip(runs, ends, heights, places):
-        at = run.place(end.step, x)
         words = f"{end.value:.3f}"
         if run.diverged:
             words = "NaN"
@@ -240,15 +227,20 @@ def label_ends(axes, runs, x, y, beside):
             words += " in training"
         axes.annotate(
             f"{words}  {run.name[-40:]}",
-            xy=(at, low + height * (high - low)),
-            xytext=((at - left) / (right - left) + 0.02 if beside else 1.03, place),
+            xy=(run.place(end.step, x), low + height * (high - low)),
+            xytext=(1.03, place),
             textcoords="axes fraction",
             color=run.color,
             fontsize=size,
             va="center",
             annotation_clip=False,
             # the line begins at the text's left edge
-            arrowprops={"arrowstyle": "-", "color": run.color, "alpha": 0.6, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": run.color,
+                "linestyle": ":",
+                "relpos": (0, 0.5),
+            },
         )
 
 

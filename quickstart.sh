@@ -4,7 +4,7 @@
 # Needs no hub. Arguments go to train.py: ./quickstart.sh --max_steps=100
 set -euo pipefail
 cd "$(dirname "$0")"
-./setup.sh requirements-fast.txt
+./setup.sh
 . .venv/bin/activate
 out=out/quickstart before= fresh=(--resume=none --overwrite)
 for word in "$@"; do

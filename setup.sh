@@ -41,7 +41,7 @@ PYTHON
 }
 
 for file in "${files[@]}"; do
-    [ -f "$file" ] || refuse "$file: no such file of requirements; after --cpu come requirements-fast.txt, requirements-dev.txt"
+    [ -f "$file" ] || refuse "$file: no such file of requirements; after --cpu come requirements-dev.txt"
 done
 if [ ! -x .venv/bin/python ]; then
     echo "making .venv"

@@ -20,7 +20,7 @@ cuda() { "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>
 if [ $processes = 12 ] && cuda "${PYTHON:-python3}"; then
     python=${PYTHON:-python3}
 else
-    ./setup.sh requirements-fast.txt requirements-dev.txt
+    ./setup.sh requirements-dev.txt
     . .venv/bin/activate
     ruff check .
     ruff format --check .

@@ -55,10 +55,7 @@ def template_of(folder):
             return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
-        for one in found:
-            if one["name"] == "default":
-                return one["template"]
-        return None
+        return {one["name"]: one["template"] for one in found}.get("default")
     return found
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import in_background, prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
+from corpus.prefetch import prefetched
+from corpus.shards import Shards, fingerprint, same_tokenizer
 from system import files
 
 
@@ -42,10 +42,7 @@ class FolderRows:
         self.epoch = None  # whose order is kept
 
     def read(self, row):
-        """(ids, whether each carries loss), each (T + 1,), of a row from the start of training.
-
-        None in place of the second: all do.
-        """
+        """(ids, whether each carries loss), each (T + 1,), of a row from the start of training."""
         epoch, place = divmod(row, self.per_epoch)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -96,11 +93,9 @@ class TokenLoader:
         names = [one.folder for one in shards]
         self.fingerprint = fingerprint(names, self.split)
         self.validation = None
-        self.whole = None
         if self.split == "train":  # the same command is to validate on the same data
             with contextlib.suppress(DataError):  # a folder may have none
                 self.validation = fingerprint(names, "val")
-            self.whole = in_background(whole_digests, names)
         self._start_at(0)
 
     def _check(self, shards):
@@ -126,8 +121,6 @@ class TokenLoader:
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
-        if self.whole and self.whole.done():
-            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -168,8 +161,7 @@ class TokenLoader:
         for i, (ids, has_loss) in enumerate(rows):
             x[i] = ids[:-1]
             y[i] = ids[1:]
-            if has_loss is not None:
-                y[i, ~has_loss[1:]] = -100
+            y[i, ~has_loss[1:]] = -100
         return batch
 
     def _to_device(self, batch):
@@ -203,7 +195,7 @@ class TokenLoader:
     def _has_loss(self, row):
         """Whether a target of a row of the validation has loss."""
         _, has_loss = self.folders[0].shards.read(row * self.T + 1, self.T)
-        return has_loss is None or has_loss.any()
+        return has_loss.any()
 
     def documents(self, rows):
         """(rows,): number of the document in which a row begins; if eot is unknown, of the row."""
@@ -238,8 +230,6 @@ class TokenLoader:
         }
         if self.validation:
             state["validation"] = self.validation
-        if self.rows:  # so that nothing waits at the start for files to be read
-            state |= self.whole.result()
         return state
 
     def load_state_dict(self, state):
@@ -253,9 +243,8 @@ class TokenLoader:
         self.rows = rows
         changed = []
         own = self.state_dict()
-        for key in own:
-            comparable = key in state or key not in ("validation", "whole_train", "whole_val")
-            if comparable and own[key] != state.get(key):
+        for key in own:  # "validation" may be absent
+            if state.get(key, own[key]) != own[key]:
                 changed.append(key)
         if changed:
             differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)

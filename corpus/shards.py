@@ -1,13 +1,11 @@
 """Shards of tokens as fineweb.py writes them: found, verified, and read as one circle of tokens.
 
 The format is llm.c's: a header of 1,024 bytes, then uint16 or uint32 tokens, a separator before
-each document. Also read are nanoGPT's headerless train.bin and val.bin,
-and build-nanogpt's .npy shards.
+each document. Also read are nanoGPT's headerless train.bin and val.bin.
 """
 
 import bisect
 import concurrent.futures
-import contextlib
 import hashlib
 import os
 import re
@@ -109,16 +107,8 @@ def read_header(path):
 def open_shard(path):
     """The tokens of a shard, or of nanoGPT's train.bin or val.bin, as a read-only memory map."""
     with as_user_error(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
-        if path.suffix != ".npy":
-            count, dtype, offset = read_header(path)
-            return np.memmap(path, dtype, "r", offset, count)
-        tokens = np.load(path, "r")  # build-nanogpt's; objects are not unpickled
-        extra = os.path.getsize(path) - tokens.offset - tokens.nbytes
-        known = tokens.dtype in (np.uint16, np.uint32)
-        if tokens.ndim != 1 or not known or not len(tokens) or extra:
-            found = f"{tokens.dtype} {tokens.shape} and {extra} bytes more"
-            raise damaged(path, found, "uint16 or uint32 tokens")
-        return tokens
+        count, dtype, offset = read_header(path)
+        return np.memmap(path, dtype, "r", offset, count)
 
 
 def mask_path(path):
@@ -137,7 +127,7 @@ def open_mask(path, tokens):
 
 def split_of(name):
     """train or val: the last word but for the number in a shard's file name; None if neither."""
-    found = re.search(r"_(train|val)(?:_[^_]*)?\.(?:bin|npy)$", name)
+    found = re.search(r"_(train|val)(?:_[^_]*)?\.bin$", name)
     return found and found[1]
 
 
@@ -147,13 +137,11 @@ def find_shards(folder, split):
         why = "is a file, not a folder of shards" if os.path.exists(folder) else "does not exist"
         raise DataError(f"data_dir={folder} {why}; {MAKE_DATA}, or ./quickstart.sh makes a first")
     nanogpt = f"{split}.bin"
-    names = []
-    for name in sorted(os.listdir(folder)):
-        if split_of(name) == split or name == nanogpt:
-            names.append(name)
-    kinds = {(name == nanogpt, Path(name).suffix) for name in names}
-    if len(kinds) > 1:
-        raise DataError(f"{folder} holds {names[0]} and {names[-1]}; keep one kind, move the other")
+    names = [name for name in sorted(os.listdir(folder)) if split_of(name) == split]
+    if Path(folder, nanogpt).exists():
+        if names:
+            raise DataError(f"{folder} holds {names[0]} and {nanogpt}; keep one kind of the two")
+        names = [nanogpt]
     if "shards" in read_manifest(folder):
         expected = {name for name in listed(folder) if split_of(name) == split}
         for name in sorted(expected ^ {*names}):
@@ -165,9 +153,7 @@ def find_shards(folder, split):
         hint = MAKE_DATA
         if split == "val":
             hint = "make one, or train without: --eval_interval=0"
-        raise DataError(
-            f"{folder} holds no {split} split (*_{split}_*.bin, .npy or {nanogpt}); {hint}"
-        )
+        raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {hint}")
     return [Path(folder, name) for name in names]
 
 
@@ -210,32 +196,6 @@ def sampled_digest(path):
                 file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
                 found.update(file.read(BLOCK_BYTES))
     return found.hexdigest()
-
-
-def whole_digests(folders):
-    """{"whole_train": digest of every byte, "whole_val": ...}; takes a second for a GB to be read.
-
-    A file older than the manifest that lists it counts by the SHA-256 there. Raises DataError for
-    one that was changed since.
-    """
-    found = {}
-    for split in ("train", "val"):
-        digests = ""
-        for folder in folders:
-            known = listed(folder)
-            paths = []
-            with contextlib.suppress(DataError):  # a folder may have no validation
-                paths = split_files(folder, split)
-            for path in paths:
-                sha256 = known.get(path.name)
-                if sha256 is None:
-                    sha256 = files.digest(path)[1]
-                elif path.stat().st_mtime_ns >= Path(folder, "manifest.json").stat().st_mtime_ns:
-                    verify_file(path, sha256)
-                digests += sha256
-        if digests:
-            found[f"whole_{split}"] = hashlib.sha256(digests.encode()).hexdigest()
-    return found
 
 
 def verify(data_dir):
@@ -291,10 +251,7 @@ class Shards:
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
     def read(self, position, count):
-        """Arrays (ids, whether each has loss as a target) of `count` tokens from `position` on.
-
-        None in place of the second: all do.
-        """
+        """Arrays (ids, whether each has loss as a target) of `count` tokens from `position` on."""
         ids = []
         has_loss = []
         while count:
@@ -312,9 +269,11 @@ class Shards:
             if self.masks:
                 at = np.arange(first, first + len(part))
                 has_loss.append(self.masks[shard][at // 8] >> at % 8 & 1 == 1)
+            else:
+                has_loss.append(np.ones(len(part), bool))
             position += len(part)
             count -= len(part)
-        return np.concatenate(ids), np.concatenate(has_loss) if has_loss else None
+        return np.concatenate(ids), np.concatenate(has_loss)
 
 
 def tokenizer_of(folder, manifest):

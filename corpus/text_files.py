@@ -14,7 +14,6 @@ import json
 import lzma
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from corpus import LONG, DataError, as_user_error
@@ -88,11 +87,11 @@ def alone(files):
     return files is not None and len(files) == 1 and kind(files[0])[0] not in RECORDS
 
 
-def local_files(dataset):
+def local_files(dataset, tally):
     """The paths of the files that `dataset` names; None for a dataset of the hub.
 
     Of a folder they are those of the kinds in FOLDERS. What exists is that path, whatever its
-    characters; else commas part paths, and each may be a glob.
+    characters; else commas part paths, and each may be a glob. tally: counts what is left out.
     """
     parts = [dataset]
     if not os.path.exists(dataset):
@@ -100,53 +99,40 @@ def local_files(dataset):
         if named and not {*kind(dataset)} & {*FOLDERS, *COMPRESSED}:
             return None
         parts = dataset.split(",")
-    files = []
-    left_out = Counter()
+    files = {}  # in their order, each once
     for part in parts:
         paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
         for path in paths:
             if os.path.isdir(path):
-                found += files_in(path, left_out)
+                found += files_in(path, tally)
             elif os.path.exists(path):  # no dangling link
                 found.append(readable(path))
         if not found:
-            raise UserError(
-                f"dataset={dataset}: no text file matches {part!r}{what_is_left_out(left_out)}"
-            )
-        files += found
-    if left_out:
-        print(f"{len(files):,} files{what_is_left_out(left_out)}")
-    return list(dict.fromkeys(files))
+            others = str(tally) or "nothing else is there"
+            raise UserError(f"dataset={dataset}: no text file matches {part!r}; {others}")
+        files |= dict.fromkeys(found)
+    return [*files]
 
 
-def what_is_left_out(left_out):
-    """Words about the files of folders that are not read. left_out: {suffix: number of them}."""
-    if not left_out:
-        return ""
-    words = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in left_out.most_common())
-    return f"; left out of folders, for a glob as in 'FOLDER/**/*.md' to name: {words}"
-
-
-def files_in(folder, left_out):
+def files_in(folder, tally):
     """The files of FOLDERS in a folder and below it, sorted, none hidden.
 
-    left_out: counts others by suffix, and links, which may lead out of the folder or in a circle.
+    tally: counts others, and links, which may lead out of the folder or in a circle.
     """
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names + folders:
             path = os.path.join(parent, name)
-            suffix, _ = kind(path)
             if name.startswith(".") or name in OURS:
                 continue
             if os.path.islink(path):
-                left_out["links"] += 1
-            elif os.path.isfile(path) and suffix in FOLDERS:
+                tally.add("links in folders left out", path)
+            elif os.path.isfile(path) and kind(path)[0] in FOLDERS:
                 found.append(path)
             elif os.path.isfile(path):
-                left_out[suffix] += 1
+                tally.add("files in folders left out (a glob as '**/*.md' names them)", path)
     return sorted(found)
 
 
@@ -179,7 +165,7 @@ def local_documents(paths, keys, tally):
 
 
 def document(where, record, keys, tally):
-    """The Document of a record, a line of JSON, a row of parquet or {field: value}."""
+    """The Document of a record, a line of JSON or {field: value}."""
     try:
         values, tools = fields(record, keys)
     except ValueError as error:
@@ -195,8 +181,6 @@ def fields(record, keys):
             record = json.loads(record.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"it is not valid JSON in UTF-8 ({error})") from None
-    elif hasattr(record, "to_pylist"):  # one row, as one that cannot be decoded costs no other
-        (record,) = record.to_pylist()
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
         raise ValueError(
@@ -235,24 +219,18 @@ def opened(path, keys):
     head = file.peek(8192)[:8192]
     found = [words for beginning, words in BEGINNINGS.items() if head.startswith(beginning)]
     start = head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")
-    if suffix == ".parquet":
-        pass
-    elif b"\0" in head:
+    record = rb'\[?\s*\{.*"' + re.escape(keys[0].encode()) + rb'"\s*:'
+    if suffix != ".parquet" and b"\0" in head:
         found.append("no text in UTF-8, as it has zero bytes; convert it or leave it out")
-    elif suffix not in RECORDS:
-        if re.match(rb'\[?\s*\{.*"' + re.escape(keys[0].encode()) + rb'"\s*:', start):
-            found.append("records of JSON; name it *.jsonl, or *.json if it is a list")
-    elif start.startswith(b"[") and suffix != ".json":
-        found.append("a list of JSON, expected an object a line; name it *.json")
-    elif re.match(rb"\{\s*\n", start):
-        found.append("an object over several lines; write an object a line, or a list in a .json")
+    elif suffix not in RECORDS and re.match(record, start):
+        found.append("records of JSON; name it *.jsonl")
     if found:
         raise DataError(f"{path} holds {found[0]}")
     return file, start
 
 
 def records(path, keys, tally):
-    """Yields the records of a file: {field: value}, a line of JSON, or a row of parquet."""
+    """Yields the records of a file: {field: value}, or a line of JSON."""
     import pyarrow.parquet
 
     suffix, _ = kind(path)
@@ -265,7 +243,7 @@ def records(path, keys, tally):
             table = pyarrow.parquet.ParquetFile(file)
             columns = {*keys, "tools"} & {*table.schema_arrow.names}
             for batch in table.iter_batches(32, columns=[*columns] if columns >= {*keys} else None):
-                yield from (batch.slice(i, 1) for i in range(len(batch)))
+                yield from batch.to_pylist()
         elif start.startswith(b"["):
             yield from json.loads(file.read().decode("utf-8-sig"))
         else:

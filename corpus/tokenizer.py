@@ -4,26 +4,19 @@
 """
 
 import functools
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
 from corpus import LONG, VOCABULARIES, as_user_error
 from corpus.prefetch import batched
-from system.errors import UserError, warn
+from system.errors import UserError, listed, warn
 from system.files import read_json, write_atomic
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# How encodings split a text, for a tokenizer.json; "": by GPT-2's rule, which is ByteLevel's own
-RULES = {"gpt2": "", "r50k_base": "", "cl100k_base": LLAMA3_PATTERN}
 BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -39,7 +32,7 @@ CHARACTERS = [chr(256 + HIDDEN.index(b)) if b in HIDDEN else chr(b) for b in ran
 UNKNOWN = "\U0010fffd"  # a character of private use, which no vocabulary has
 BLANKS = re.compile(r"(?<=[^\W_])\s|(?<=\S) ")  # before which all encodings split a text
 PROBE = (
-    "I'll re-tokenize  3,141.59 naïve  \n\n\tcafés <|endoftext|> 東京 "
+    "I'll re-tokenize  3,141.59 12345 naïve  \n\n\tcafés <|endoftext|> 東京 "
     "🙂\u00a0DON'T\r\n x = f(y)  \n"
 )
 
@@ -61,11 +54,6 @@ class Tokenizer:
         self.embedded = vocab_size  # ids that the model has
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
-    @functools.cached_property
-    def encoder(self):
-        """[text, ...] -> [ids, ...]: gigatoken's if it encodes the same, else the library's own."""
-        return gigatoken_encoder(self._gigatoken_json(), self._encode) or self._encode
-
     def encode_batch(self, texts):
         """An array of ids (self.dtype) for each text; long ones are encoded in parts.
 
@@ -81,10 +69,9 @@ class Tokenizer:
     def _encode_some(self, texts):
         with as_user_error(f"tokenizer={self.name} fails"):
             try:
-                return self.encoder(texts)
-            # gigatoken and tokenizers raise TypeError for a surrogate
-            except (UnicodeError, TypeError):
-                return self.encoder([without_surrogates(text) for text in texts])
+                return self._encode(texts)
+            except TypeError:  # of tokenizers, for a surrogate
+                return self._encode([without_surrogates(text) for text in texts])
 
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
@@ -133,11 +120,10 @@ def parts(chunks):
 
 
 class Tiktoken(Tokenizer):
-    """An encoding of tiktoken. rule: one of RULES, None for an encoding with another one."""
+    """An encoding of tiktoken."""
 
-    def __init__(self, name, encoding, rule=None):
+    def __init__(self, name, encoding):
         self.encoding = encoding
-        self.rule = rule
         self.special = encoding._special_tokens
         self.ranks = encoding._mergeable_ranks
         separators = [self.special[s] for s in SEPARATORS if s in self.special]
@@ -148,9 +134,6 @@ class Tiktoken(Tokenizer):
     def _encode(self, texts):
         return self.encoding.encode_ordinary_batch(texts)
 
-    def _gigatoken_json(self):
-        return None if self.rule is None else byte_level_json(self.ranks, {}, self.rule)
-
     def encode_special(self, text):
         return self.encoding.encode(text, allowed_special="all")
 
@@ -160,8 +143,9 @@ class Tiktoken(Tokenizer):
 
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format."""
-        rule = self.encoding._pat_str if self.rule is None else self.rule
-        text = byte_level_json(self.ranks, self.special, rule)
+        # {1,3}+ takes no second three in tiktoken, and any number of them in tokenizers
+        pattern = self.encoding._pat_str.replace("}+", "}")
+        text = byte_level_json(self.ranks, self.special, pattern)
         ids = HuggingFace(self.name, text.encode()).encode(PROBE)
         if ids != self.encoding.encode_ordinary(PROBE):
             raise UserError(
@@ -206,9 +190,6 @@ class HuggingFace(Tokenizer):
     def _encode(self, texts):
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _gigatoken_json(self):
-        return self.text if self.byte_level else None  # it was compared on 15M tokens of such
-
     def parse(self, text):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
@@ -231,7 +212,8 @@ class HuggingFace(Tokenizer):
 def inner_tokenizer(name, data, folder):
     """(a tokenizer of the package tokenizers, the text of its tokenizer.json).
 
-    It has the tokens of the folder's other files too and no dropout; it cuts and pads nothing.
+    It has no dropout, and cuts and pads nothing. Raises UserError where the folder's other files
+    name tokens that the tokenizer.json lacks.
     """
     with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
         text = data.decode()
@@ -242,10 +224,15 @@ def inner_tokenizer(name, data, folder):
             f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run"
         )
         inner.model.dropout = None
-    with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
-        more = add_tokens(inner, folder)
-    if more or dropout:
         text = inner.to_str()
+    with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
+        others = other_tokens(inner, folder)
+    if others:
+        raise UserError(
+            f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json has "
+            f"otherwise or lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r}) writes them into it"
+        )
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True  # as ordinary characters
@@ -263,41 +250,6 @@ def find_separators(special, begins_text, folder):
         names.append(bos)
     names += [*SEPARATORS, bos]
     return list(dict.fromkeys(special[name] for name in names if name in special))
-
-
-def gigatoken_encoder(text, encode):
-    """gigatoken's encoder of a tokenizer.json, 20 to 33 times as fast.
-
-    encode: another encoder of the same tokenizer, with which it is compared. The result is None
-    if gigatoken is missing or does not encode the same.
-    """
-    if text is None:
-        return None
-    parts = json.loads(text)
-    added = parts.get("added_tokens", [])
-    # gigatoken would find special tokens in a text, and the post_processor adds some
-    parts["added_tokens"] = [token for token in added if not token["special"]]
-    parts["post_processor"] = None
-    probe = [PROBE + "".join(f"x{token['content']}" for token in added)]
-    try:
-        with as_user_error("gigatoken"):
-            import gigatoken
-
-            fast = gigatoken.Tokenizer.from_json(json.dumps(parts))
-            encode_fast = functools.partial(encode_with_gigatoken, fast)
-            same = np.array_equal(encode_fast(probe)[0], encode(probe)[0])
-    except UserError:  # it is not installed, is broken, or lacks this kind
-        return None
-    return encode_fast if same else None
-
-
-def encode_with_gigatoken(fast, texts):
-    """An array of ids for each text, from gigatoken's one array of all."""
-    if not texts:
-        return []
-    layout = fast.encode_batch(texts).layout
-    ends = np.asarray(layout.offsets.data)
-    return np.split(np.asarray(layout.content.data), ends[1:-1])
 
 
 def load(name, vocab_size=None):
@@ -330,7 +282,7 @@ def read(name):
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
             "cache, or give a tokenizer.json"
         ):
-            return Tiktoken(name, tiktoken.get_encoding(name), RULES.get(name))
+            return Tiktoken(name, tiktoken.get_encoding(name))
     if path and path.is_file():
         with as_user_error(f"tokenizer={name} cannot be read"):
             data = path.read_bytes()
@@ -428,43 +380,26 @@ def special_tokens(folder):
     return found
 
 
-def add_tokens(inner, folder):
-    """Adds tokens that stand only in files beside a tokenizer.json; returns how many.
-
-    transformers adds them too.
-    """
-    files = read_beside(folder, "tokenizer_config.json")
-    listed = files.get("added_tokens_decoder")
-    if listed is None:  # older files
-        listed = {}
-        files = read_beside(folder, "special_tokens_map.json") | files
-    tokens = [added_token(listed[i]) for i in sorted(listed, key=int)]
-    known = {token.content for token in [*tokens, *inner.get_added_tokens_decoder().values()]}
-    named = [v for key, v in files.items() if key.endswith("_token") and isinstance(v, str | dict)]
+def other_tokens(inner, folder):
+    """Tokens of the files beside a tokenizer.json that it lacks, or has under another id."""
+    files = read_beside(folder, "special_tokens_map.json") | read_beside(
+        folder, "tokenizer_config.json"
+    )
+    named = [*special_tokens(folder).values()]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = files.get(key) or []
         named += more.values() if isinstance(more, dict) else more
-    special = {}
-    for value in named:
-        token = added_token(value, special=True)
-        if token.content not in known:
-            special[token.content] = token
-    count = inner.add_tokens([*tokens, *special.values()])
-    ids = {token["content"]: int(i) for i, token in listed.items()}
-    for token, i in (ids | read_beside(folder, "added_tokens.json")).items():
-        if inner.token_to_id(token) != i:
-            raise ValueError(f"{token!r} has the id {i}, and comes as {inner.token_to_id(token)}")
-    return count
-
-
-def added_token(value, **kinds):
-    """An AddedToken of a text, or of an object as it stands in tokenizer_config.json."""
-    if isinstance(value, str):
-        value = {"content": value}
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(
-        value["content"], **{name: value[name] for name in names if name in value} | kinds
-    )
+    ids = {token.content: i for i, token in inner.get_added_tokens_decoder().items()}
+    wanted = read_beside(folder, "added_tokens.json")
+    for i, token in files.get("added_tokens_decoder", {}).items():
+        wanted[token["content"]] = int(i)
+    found = [token for token, i in wanted.items() if ids.get(token) != i]
+    for token in named:
+        if isinstance(token, dict):
+            token = token["content"]
+        if token not in ids:
+            found.append(token)
+    return sorted(set(found))
 
 
 def without_surrogates(text):
@@ -472,8 +407,8 @@ def without_surrogates(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def byte_level_json(ranks, special, rule):
-    """A tokenizer.json's text, BPE of bytes; `rule` splits a text into words, "" as in GPT-2."""
+def byte_level_json(ranks, special, pattern):
+    """A tokenizer.json's text, BPE of bytes, within the words that match `pattern`."""
     words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
     merges = []  # every two tokens that make a third one
     for word in sorted(words, key=words.get):
@@ -482,10 +417,9 @@ def byte_level_json(ranks, special, rule):
                 merges.append((word[:i], word[i:]))
     # ignore_merges: a text that is a token as it stands is not merged from parts
     inner = Inner(models.BPE(words | special, merges, ignore_merges=True))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule)
-    if rule:
-        split = pre_tokenizers.Split(Regex(rule), "isolated")
-        inner.pre_tokenizer = pre_tokenizers.Sequence([split, inner.pre_tokenizer])
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
     inner.decoder = decoders.ByteLevel()
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
     inner.add_special_tokens(sorted(special, key=special.get))

@@ -7,23 +7,37 @@ scores an exported model has. Each of N ranks is given all requests, computes a 
 and returns all ranks' answers: the batches are those of one process.
 """
 
+import functools
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import hellaswag
+from configurator import configure
 from corpus import DataError
-from run import sampling
+from run import sampling, trained
 from scale import parallel
-from system.errors import UserError, listed, warn
+from settings import TrainedConfig
+from system.errors import UserError, listed
 
 NEW_TOKENS = 256  # at most, of a text whose task does not say how many
 KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # generation settings
 
 
+@dataclass
+class Settings(TrainedConfig):
+    batch_tokens: int = 4096  # tokens per forward pass
+    bos: bool = False  # the separator of documents precedes each text, as in training
+    seed: int = 1337  # of texts that are sampled
+
+
+@register_model("checkpoint")
 class LanguageModel(TemplateLM):
     """A model and its tokenizer, which answer the harness's requests.
 
@@ -41,6 +55,18 @@ class LanguageModel(TemplateLM):
         self.seed = seed
         self.limit = model.cfg.block_size
         self._device = parallel.device_of(model)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict, additional_config=None):
+        """A model of the Settings in --model_args; the harness's batch size is not used."""
+        cfg = configure(Settings, [f"--{key}={value}" for key, value in arg_dict.items()])
+        _, *loaded = trained.load(cfg)
+        return cls(*loaded, cfg.batch_tokens, cfg.bos, cfg.seed)
+
+    @functools.cached_property
+    def cache(self):
+        """The KV cache of all texts, None where the model suits none."""
+        return sampling.make_cache(self.model, self.tokenizer.eot)
 
     @property
     def eot_token_id(self):
@@ -60,17 +86,13 @@ class LanguageModel(TemplateLM):
         """
         rows = []
         starts = []
-        cut = 0
         for texts, context, more in requests:
             if not 1 <= len(more) <= self.limit:
                 rule = f"{len(more):,} tokens, of 1 to block_size={self.limit:,}"
                 raise DataError(f"a continuation {str(texts)[-60:]} has {rule}")
-            row = np.array([*context, *more])[-(self.limit + 1) :]
+            row = np.array([*context, *more])[-(self.limit + 1) :]  # the left is cut off, as by hf
             rows.append(row)
             starts.append(len(row) - len(more))
-            cut += len(row) < len(context) + len(more)
-        if cut:
-            warn(f"{cut:,} rows exceed block_size={self.limit:,}: their left is cut off")
         prepared = hellaswag.Prepared(rows, np.array(starts))
         with self.autocast:
             sums = hellaswag.over_rows(self.measure, 2, self.model, prepared, self.batch_tokens)
@@ -132,10 +154,10 @@ class LanguageModel(TemplateLM):
             raise UserError(f"gen_kwargs: max_gen_toks={most} {rule}; give max_gen_toks=N")
         ids = self.tok_encode(context)[most - self.limit :] or [self.tokenizer.eot]
         idx = torch.tensor([ids], device=self._device)
-        choice = (temperature, options.get("top_k"), seed)
         new = []
         text = ""
         with self.autocast:
+            choice = (temperature, options.get("top_k"), seed, self.cache)
             for column in sampling.steps(self.model, idx, most, *choice):
                 if column.item() in self.tokenizer.ends:
                     break

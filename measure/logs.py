@@ -11,12 +11,6 @@ import numpy as np
 
 from system.errors import UserError, listed, warn
 
-SEEDS = {"seed", "shuffle_seed"}
-# settings that decide no loss
-APART = (
-    "out_dir resume overwrite wandb device batch_size eval_interval eval_tokens hellaswag_interval "
-    "sample_interval sample_prompt save_interval keep_last async_save log_interval timeout_s"
-).split()
 ALIKE = 1.03  # the most and the least tokens of runs that are compared without a word
 ANGLES = np.linspace(0, math.pi / 2, 20_001)  # of t_quantile
 
@@ -35,7 +29,7 @@ class Run:
 
     lines: see `read`; the key of an extra is "extras.NAME".
     start: the line of the last start.
-    settings: {name: text} of that start, without APART.
+    seed: the settings seed and shuffle_seed, as texts; its folder where the log has no settings.
     diverged: whether its last loss is NaN.
     """
 
@@ -52,12 +46,8 @@ class Run:
                     line[f"extras.{name}"] = value
         starts = self.lines.get("start", {0: {}})
         self.start = starts[max(starts)]
-        self.settings = {}
-        rows = dict(self.start.get("rows", []))
-        for word in shlex.split(rows.get("settings", "")):
-            name, _, value = word.partition("=")
-            if value and name not in APART:
-                self.settings[name] = value
+        words = shlex.split(dict(self.start.get("rows", [])).get("settings", ""))
+        self.seed = tuple(word for word in words if "seed=" in word) if words else self.folder
         losses = [self.series(kind, "loss")[1] for kind in ("train", "val")]
         if not np.isfinite(np.concatenate(losses)).any():
             raise UserError(f"{folder}: its log has no finite loss")
@@ -174,13 +164,8 @@ def load(folders, names=None):
 
 
 def compare(runs, others, y):
-    """Prints both sides' means of the figure y over seeds, and how `runs` differ from `others`.
-
-    Adds to each run's lines how it differs from the mean of `others`, by step.
-    """
+    """Prints both sides' means of the figure y over seeds, and how `runs` differ from `others`."""
     both = [*runs, *others]
-    if len({Path(run.folder).resolve() for run in both}) < len(both):
-        raise UserError("a run is given twice, which counts once; leave one out")
     first = Side(runs, y)
     second = Side(others, y)
     held_out = {run.held_out for run in both}
@@ -204,28 +189,20 @@ def compare(runs, others, y):
         print(f"{words}; training's loss before {least:,.0f}:")
         means = [side.training_before(least) for side in (first, second)]
         show_intervals("equal tokens", *means, order)
-    subtract(both, others, y, f"difference from {second.name}:")
 
 
 class Side:
     """Runs of one recipe, with arrays of each run's figures at its last validation.
 
-    Raises UserError for runs without one, that differ in more than seeds, or of the same seed.
+    Raises UserError for runs without one, or of the same seed.
     """
 
     def __init__(self, runs, y):
         self.runs = runs
         names = [run.name for run in runs]
         self.name = os.path.commonprefix(names).rstrip("_-. /") or listed(names)
-        settings = [set(run.settings.items()) for run in runs]
-        differing = {name for name, _ in set.union(*settings) - set.intersection(*settings)}
-        if differing - SEEDS:
-            what = f"they differ in {listed(sorted(differing - SEEDS))}"
-            raise UserError(f"{listed(names)}: {what}; a side has one recipe")
-        self.seeds = []
-        for run in runs:
-            self.seeds.append((run.settings.get("seed"), run.settings.get("shuffle_seed")))
-        if len(set(self.seeds)) < len(runs) and runs[0].settings:
+        self.seeds = [run.seed for run in runs]
+        if len(set(self.seeds)) < len(runs):
             raise UserError(f"{listed(names)}: two have the same seed, which counts once")
         found = []
         for run in runs:
@@ -244,15 +221,6 @@ class Side:
             at = run.place(steps, "tokens")
             found.append(np.nanmean(loss[(at > 0.8 * tokens) & (at <= tokens)]))
         return np.array(found)
-
-
-def subtract(runs, others, y, kind):
-    """Adds lines of a kind to all runs: validations less the mean of `others` at equal steps."""
-    series = {run: dict(zip(*run.series("val", y))) for run in runs}
-    for step in set.intersection(*map(set, series.values())):
-        mean = np.mean([series[run][step] for run in others])
-        for run, values in series.items():
-            run.lines.setdefault(kind, {})[step] = {y: float(values[step] - mean)}
 
 
 def in_words(values):

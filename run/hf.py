@@ -5,7 +5,6 @@ i with i + D/2 there too, so that q and k need no permutation. train.py reads th
 --init_from=hf:NAME before it imports torch: functions that need torch import it.
 """
 
-import json
 import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ class GPT2:
         "norm": ["layernorm"],
         "positions": ["learned"],
         "mlp": ["gelu", "relu2"],
+        "bias": [True],
     }
     keys = {  # {key of config.json: our setting}
         "vocab_size": "vocab_size",
@@ -220,8 +220,6 @@ def read_config(folder):
         cfg = config_of(hf, family)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if cfg.tie_embeddings and any(path.parent.glob("model*.safetensors*")):
-        cfg.tie_embeddings = not has_own_head(open_tensors(path.parent, family), family)
     if any(path.with_name(name).is_file() for name in ("tokenizer.json", *VOCABULARIES)):
         cfg.tokenizer = str(path.parent)
     return cfg
@@ -230,8 +228,6 @@ def read_config(folder):
 def config_of(hf, family):
     """The ImportedConfig of the content of a config.json."""
     rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    if any(isinstance(values, dict) for values in rope.values()):
-        raise UserError(f"rope_parameters by kinds of layers ({', '.join(rope)}) are not supported")
     hf = family.absent | hf | rope
     hf.setdefault("rope_type", hf.get("type", "default"))
     refuse_others(hf, family.allowed)
@@ -324,8 +320,6 @@ def parts_of(model, may_have_more=False):
         if weight is None:
             edited.append(f"{ours}.weight")
             continue
-        if family is GPT2 and ours not in ("wte", "wpe", "head"):  # which has biases, here zeros
-            own.setdefault(f"{ours}.bias", weight.new_zeros(len(weight)))
         rows = rows_of(cfg).get(theirs.rpartition(".")[2], slice(0, len(weight)))
         for kind in ("weight", "bias"):
             name = f"{ours}.{kind}"
@@ -405,18 +399,6 @@ def open_tensors(folder, family):
     return tensors
 
 
-def has_own_head(theirs, family):
-    """Whether a head differs from the embedding.
-
-    transformers then uses both, also where config.json says that they are tied.
-    """
-    if not {HEAD, family.embedding} <= theirs.keys():
-        return False
-    embedding = theirs[family.embedding]
-    head = theirs[HEAD]
-    return head.shape != embedding.shape or bool((head != embedding).any())
-
-
 def open_hf(name):
     """The SavedModel of a folder or hub name; its tensors have our names and no padding rows."""
     from model import on_meta
@@ -427,7 +409,9 @@ def open_hf(name):
     family = family_of(cfg)
     theirs = open_tensors(folder, family)
     if cfg.tie_embeddings and HEAD in theirs:
-        theirs.setdefault(family.embedding, theirs.pop(HEAD))  # it may be the only copy
+        head = theirs.pop(HEAD)
+        if not head.equal(theirs.setdefault(family.embedding, head)):  # it may be the only copy
+            raise UserError(f"{folder}: its head is not the embedding that config.json ties it to")
     parts = parts_of(on_meta(cfg), may_have_more=True)
     wrong = []
     for name in sorted(parts.keys() | theirs.keys()):
@@ -490,8 +474,6 @@ def write_tensors(folder, parts, tensors, dtype, max_size, cfg):
 
     def theirs(name):
         part = parts[name]
-        if part.ours.endswith(".bias") and part.ours not in tensors:
-            return torch.zeros(part.like.shape, dtype=dtype)
         rows = tensors[part.ours][part.rows].cpu()
         if cfg.embed_norm and name == Llama.embedding:
             rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=cfg.norm_eps)
@@ -515,25 +497,20 @@ def write_tokenizer(folder, tokenizer):
     from corpus import chat
     from corpus import tokenizer as tokenizers
 
-    content = tokenizer.to_json()
-    (folder / "tokenizer.json").write_text(content, "utf-8")
-    for path in tokenizers.beside(tokenizer.folder) if tokenizer.folder else ():
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
+    for path in tokenizers.beside(tokenizer.folder):
         shutil.copyfile(path, folder / path.name)
     eot = tokenizer.eot
     config = folder / "tokenizer_config.json"
     if not config.exists():
-        names = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
+        names = {i: token for token, i in tokenizer.special.items()}
         values = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-        values |= dict(
-            bos_token=names[eot], eos_token=names[min(tokenizer.ends - {eot}, default=eot)]
-        )
+        values["bos_token"] = names[eot]
+        values["eos_token"] = names[min(tokenizer.ends - {eot}, default=eot)]
         write_json(config, values)
-    path = folder / "generation_config.json"
-    generation = {"bos_token_id": eot}
-    if path.exists():
-        generation |= read_json(path)
-    # stop_ids reads generation_config.json too
-    ends = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
-    generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    write_json(path, generation)
+    file = "generation_config.json"
+    generation = {"bos_token_id": eot} | tokenizers.read_beside(folder, file)
+    # stop_ids reads this file too
+    generation["eos_token_id"] = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
+    write_json(folder / file, generation)
     return {key: generation[key] for key in ("bos_token_id", "eos_token_id")}

@@ -88,7 +88,10 @@ def rebuild(texts, tok, val_tokens):
 def test_shards_are_the_documents(tmp_path):
     prepare(tmp_path / "d", shard_tokens=300_000, val_tokens=50_000)
     tok = tokenizer.load("gpt2")
-    texts = [Path(path).read_text("utf-8", "replace") for path in text_files.local_files(SOURCES)]
+    texts = [
+        Path(path).read_text("utf-8", "replace")
+        for path in text_files.local_files(SOURCES, text_files.Tally())
+    ]
     val, train = rebuild(texts, tok, 50_000)
     assert np.array_equal(np.concatenate(shard_tokens(tmp_path / "d", "val")), val)
     shards = shard_tokens(tmp_path / "d", "train")
@@ -171,7 +174,7 @@ def test_max_tokens_default_val_and_short_documents(tmp_path):
         20_001,
     ]
     prepare(tmp_path / "chars", ASYNCIO, tokenizer="chars")
-    files = text_files.local_files(ASYNCIO)
+    files = text_files.local_files(ASYNCIO, text_files.Tally())
     size = sum(os.path.getsize(path) for path in files)
     for name in ("d", "chars"):  # whose tokens have one byte
         manifest = json.loads((tmp_path / name / "manifest.json").read_text())

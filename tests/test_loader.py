@@ -266,11 +266,6 @@ def other_validation(folder):
     write_shard(folder / "x_val_000000.bin", range(203))
 
 
-def between_the_blocks(folder):
-    """A change that the sampled digest of a large file does not see."""
-    patch(folder / "x_train_000002.bin", 1024 + 2 * 150, b"\x01\x00")
-
-
 @pytest.mark.fault(89)
 @pytest.mark.parametrize("change", [swap, other_eot, other_ids, other_validation])
 def test_other_data_of_the_same_names_and_lengths_is_refused(data, change):

@@ -10,7 +10,6 @@ import shutil
 import zipfile
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from conftest import one_line
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
@@ -75,7 +74,6 @@ def test_a_kind_is_told_by_the_suffixes_in_any_case(tmp_path, name):
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 BOM = b"\xef\xbb\xbf"
 UTF16 = "\u4e00\u4e8c".encode("utf-16")
-LISTED = b'[\n{"text": "a"},\n{"text": "b"}\n]'
 INDENTED = json.dumps({"text": "a"}, indent=2).encode()
 SHAREGPT = b'{"conversations": [{"from": "human", "value": "a"}]}\n'
 DATA = b'{"data": [{"text": "a"}]}\n'
@@ -119,7 +117,7 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
             read(tmp_path, path, skip_bad_documents=skip, **settings)
         assert name in one_line(error) and error.value.exit_code == code
     if code == 2:  # no hint that leads here
-        with pytest.raises(UserError, match=r"left out of folders.*: 1 [.a-z0-9]+$"):
+        with pytest.raises(UserError, match="1 files in folders left out"):
             read(tmp_path, tmp_path)
         with pytest.raises(UserError, match=word):
             read(tmp_path, f"{tmp_path}/*")
@@ -158,7 +156,7 @@ def test_links_in_a_folder_are_left_out_and_circles_end(tmp_path):
     ).items():
         os.symlink(target, folder / f"{name}.txt")
     texts, told = read(tmp_path, folder)
-    assert texts == ["A", "B"] and "3 links" in told
+    assert texts == ["A", "B"] and "3 links in" in told
     assert read(tmp_path, folder / "file.txt")[0] == ["secret"], "by its name it is read"
 
 
@@ -181,7 +179,7 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many."""
     rows = [{"text": "one", "id": 1}, {"text": "two\n", "id": 2}]
-    for name, indent in {"flat.json": None, "wide.json.gz": 2}.items():
+    for name, indent in {"flat.json": None, "wide.json.gz": 2, "list.jsonl": 2}.items():
         data = BOM + b"\n" + json.dumps(rows, indent=indent).encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
         assert read(tmp_path, tmp_path / name)[0] == ["one", "two\n"]

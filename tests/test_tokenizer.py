@@ -113,28 +113,6 @@ def test_tokenizer_json(small, texts):
     assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
 
-def test_tokenizer_json_with_and_without_gigatoken(small, texts):
-    """gigatoken encodes a file whose processor adds special tokens; tokenizers, other kinds."""
-    pytest.importorskip("gigatoken")
-    tokenizers = pytest.importorskip("tokenizers")
-    reference, path = small
-    adds = tokenizers.processors.TemplateProcessing(
-        "<|endoftext|> $A", None, [("<|endoftext|>", 0)]
-    )
-    reference.post_processor = adds
-    reference.save(str(path))
-    tok = tokenizer.load(str(path))
-    assert tok.encoder != tok._encode
-    fast = tok.encode_batch(texts[-20:])
-    reference.encode_special_tokens = True
-    slow = [reference.encode(text, add_special_tokens=False).ids for text in texts[-20:]]
-    assert [ids.tolist() for ids in fast] == slow
-    reference.normalizer = tokenizers.normalizers.NFKC()
-    reference.save(str(path))
-    tok = tokenizer.load(str(path))
-    assert tok.encoder == tok._encode
-
-
 def replaced(**changes):
     """The text of the bytes' tokenizer.json with other parts."""
     return json.dumps(json.loads(tokenizer.load("bytes").to_json()) | changes)
@@ -189,7 +167,7 @@ def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
 
 @pytest.fixture
 def theirs(tmp_path):
-    """write(**files beside a small tokenizer.json) -> (our tokenizer, transformers')."""
+    """write(**files beside a small tokenizer.json) -> transformers' tokenizer of the folder."""
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
 
     def write(**files):
@@ -199,9 +177,7 @@ def theirs(tmp_path):
         inner.save(str(tmp_path / "tokenizer.json"))
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return tokenizer.load(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(
-            tmp_path
-        )
+        return transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
 
     return write
 
@@ -222,28 +198,23 @@ CONFIGS = {
 }
 FILES = {name: dict(tokenizer_config=config) for name, config in CONFIGS.items()}
 FILES["old"] = dict(special_tokens_map=CONFIGS["old"])
-FILES["both"] = FILES["listed"] | dict(special_tokens_map=dict(pad_token="<pad>"))
 
 
 @pytest.mark.fault(114)
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-def test_tokens_that_stand_beside_a_tokenizer_json_alone_are_as_transformers_has_them(
-    files, theirs, tmp_path
-):
-    ours, other = theirs(**files)
+def test_tokens_that_stand_beside_a_tokenizer_json_alone_are_refused(files, theirs, tmp_path):
+    """As transformers writes it, which the line says, the tokenizer is transformers'."""
+    other = theirs(**files)
+    with pytest.raises(UserError, match="save_pretrained") as error:
+        tokenizer.load(str(tmp_path))
+    one_line(error)
+    other.save_pretrained(tmp_path)
+    ours = tokenizer.load(str(tmp_path))
     assert ours.encode_special(TALK) == other(TALK)["input_ids"]
     assert ours.vocab_size == len(other) and ours.eot == 0
-    assert ours.special == {
-        t.content: i for i, t in other.added_tokens_decoder.items() if t.special
-    }
     assert ours.decode(ours.encode(TALK)) == TALK, "in a document special tokens are characters"
     if other.eos_token:
         assert chat.stop_ids(tmp_path, ours) == {other.eos_token_id}, "a reply stops"
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export/tokenizer.json").write_text(ours.to_json())
-    assert tokenizer.load(str(tmp_path / "export")).encode_special(TALK) == ours.encode_special(
-        TALK
-    )
 
 
 def test_dropout_of_a_tokenizer_is_off_so_that_runs_agree(small, texts, capsys):
@@ -261,7 +232,7 @@ def test_dropout_of_a_tokenizer_is_off_so_that_runs_agree(small, texts, capsys):
 
 
 def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, small):
-    theirs(tokenizer_config=dict(pad_token="<pad>"))
+    theirs(tokenizer_config=dict(pad_token="<pad>")).save_pretrained(small[1].parent)
     path = str(small[1].parent)
     size = tokenizer.load(path).vocab_size - 1
     tok = tokenizer.load(path, size)
