@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer
+from corpus.prefetch import in_background, prefetched
+from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
 from system import files
 
 
@@ -93,9 +93,11 @@ class TokenLoader:
         names = [one.folder for one in shards]
         self.fingerprint = fingerprint(names, self.split)
         self.validation = None
+        self.whole = None
         if self.split == "train":  # the same command is to validate on the same data
             with contextlib.suppress(DataError):  # a folder may have none
                 self.validation = fingerprint(names, "val")
+            self.whole = in_background(whole_digests, names)
         self._start_at(0)
 
     def _check(self, shards):
@@ -121,6 +123,8 @@ class TokenLoader:
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
+        if self.whole and self.whole.done():
+            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -230,6 +234,8 @@ class TokenLoader:
         }
         if self.validation:
             state["validation"] = self.validation
+        if self.rows:  # so that nothing waits at the start for files to be read
+            state |= self.whole.result()
         return state
 
     def load_state_dict(self, state):
@@ -243,7 +249,7 @@ class TokenLoader:
         self.rows = rows
         changed = []
         own = self.state_dict()
-        for key in own:  # "validation" may be absent
+        for key in own:  # "validation" and the whole digests may be absent
             if state.get(key, own[key]) != own[key]:
                 changed.append(key)
         if changed:

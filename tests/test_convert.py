@@ -231,18 +231,10 @@ EMBEDDING = {gpt2: "transformer.wte.weight", llama: "model.embed_tokens.weight"}
 def test_another_head_in_the_file_of_a_tied_model_is_refused(make, tmp_path):
     """transformers takes both; the embedding once more is no other head."""
     saved(make(tie_word_embeddings=True), tmp_path)
-
-    def with_head(change):
-        put = lambda tensors: tensors.update(
-            {"lm_head.weight": change(tensors[EMBEDDING[make]]).contiguous().clone()}
-        )
-        return edit_tensors(tmp_path, put)
-
-    assert same_logits(with_head(lambda wte: wte.flip(0))).tie_embeddings is False
-    hf.save_hf(load(tmp_path)[0], tmp_path / "again")
-    same_logits(tmp_path / "again")
-    assert same_logits(with_head(lambda wte: wte)).tie_embeddings is True
-    refused(lambda: load(with_head(lambda wte: wte[:-1])), "lm_head.weight is [300")
+    same = lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING[make]].clone()})
+    assert same_logits(edit_tensors(tmp_path, same)).tie_embeddings is True
+    other = lambda tensors: tensors["lm_head.weight"].mul_(2)
+    refused(lambda: load(edit_tensors(tmp_path, other)), "head")
 
 
 @pytest.mark.fault(112)
@@ -309,7 +301,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
     (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), ["rope_type=yarn"]),
     (llama, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["no factor"]),
     (llama, dict(rope_parameters=SCALING | dict(low_freq_factor=2.0)), ["low_freq_factor=2.0"]),
-    (llama, dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))), ["kinds"]),
     (llama, dict(num_key_value_heads=4), ["k_proj.weight is [32, 64]"]),
     (llama, dict(hidden_act="relu"), ["hidden_act=relu"]),
     (qwen3, dict(attention_bias=True), ["attention_bias=True"]),

@@ -177,7 +177,6 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
         tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False)
     )
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sys, "argv", ["harness"])
     lines, task = tmp_path / "examples.jsonl", tmp_path / "made_up.yaml"
     lines.write_text("\n".join(map(json.dumps, made_up(20))))
     task.write_text(TASK.replace("FILE", str(lines)))

@@ -116,7 +116,8 @@ def test_an_export_of_a_run_from_scratch(byte_data, tmp_path):
     train.main(settings(*words))
     convert.main(convert.Config(checkpoint=run, to_hf=out))
     theirs, model = (auto.from_pretrained(out) for auto in (AutoTokenizer, AutoModelForCausalLM))
-    assert theirs.bos_token_id == theirs.eos_token_id == model.generation_config.eos_token_id == 256
+    assert theirs.bos_token_id == theirs.eos_token_id == 256
+    assert model.generation_config.eos_token_id == [256]
     ids = theirs("def naïve():\n", return_tensors="pt")
     assert ids["input_ids"][0].tolist() == tokenizer.load("bytes").encode("def naïve():\n")
     assert theirs.decode(model.generate(**ids, max_new_tokens=4)[0]).startswith("def naïve():\n")

@@ -8,6 +8,7 @@ import lzma
 import os
 import shutil
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from conftest import one_line
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 from corpus import text_files, tokenizer
-from corpus.loader import DataError
+from corpus.loader import DataError, TokenLoader
 from system.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -71,6 +72,14 @@ def test_a_kind_is_told_by_the_suffixes_in_any_case(tmp_path, name):
     assert read(tmp_path, tmp_path / name)[0] == read(tmp_path, tmp_path)[0] == ["one", "two"]
 
 
+def long_window(data):
+    """As zstd --long=28 writes it."""
+    own = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    write = zstandard.ZstdCompressor(compression_params=own).compressobj()
+    return write.compress(data) + write.flush()
+
+
+PNG = b"\x89PNG\r\n\x1a\n\0\0"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 BOM = b"\xef\xbb\xbf"
 UTF16 = "\u4e00\u4e8c".encode("utf-16")
@@ -81,23 +90,36 @@ DATA = b'{"data": [{"text": "a"}]}\n'
 REFUSED = {
     "x.zip": (zipped(a__jsonl=line("a"), b__jsonl=line("b")), {}, 2, "known"),
     "x.jsonl.zip": (zipped(a__jsonl=line("a")), {}, 2, "known"),
+    "x.tar.gz": (gzip.compress(b"text"), {}, 2, "known"),
     "x.csv": (b"id,text\n1,a\n", {}, 2, "table"),
+    "x.jsonl.1": (line("a"), {}, 2, "known"),
+    "x.jsonl.gz.zst": (zstandard.compress(gzip.compress(line("a"))), {}, 2, "known"),
     "blob": (line("one") + line("two"), {}, 3, "jsonl"),
+    "blob2": (b'[{"text": "one"}]', {}, 3, "jsonl"),
     "x.txt": (line("one"), {}, 3, "jsonl"),
     "y.txt": (UTF16, {}, 3, "UTF-16"),
+    "z.txt": (PNG, {}, 3, "zero"),
     "a.jsonl": (UTF16, {}, 3, "UTF-16"),
     "b.jsonl": (gzip.compress(line("a")), {}, 3, "gzip"),
+    "c.jsonl": (zstandard.compress(line("a")), {}, 3, "zstd"),
     "d.txt": (zipped(a=b"a"), {}, 3, "zip"),
-    "e.jsonl": (LISTED, {}, 3, "list"),
-    "f.jsonl": (INDENTED, {}, 3, "several"),
+    "f.jsonl": (INDENTED, {}, 3, "JSON"),
+    "g.json": (json.dumps({"data": [{"text": "a"}]}, indent=1).encode(), {}, 3, "JSON"),
     "h.json": (DATA, {}, 3, "data"),
     "i.json": (b'["one", "two"]', {}, 3, "field"),
     "j.json": (b"[{", {}, 3, "JSON"),
     "k.jsonl": (SHAREGPT, dict(text_key="messages", tokenizer="chat"), 3, "conversations"),
     "l.jsonl": (b"\n\n", {}, 3, "empty"),
+    "m.txt": (b"", {}, 3, "empty"),
+    "n.txt": (BOM, {}, 3, "empty"),
+    "o.jsonl": (line("") * 3, {}, 3, "empty"),
     "p.txt.zst": (zstandard.compress(os.urandom(9000).hex().encode())[:5000], {}, 3, "Truncated"),
+    "p.jsonl.zst": (long_window(line("a")), {}, 3, "memory"),
     "q.txt.gz": (gzip.compress(os.urandom(900).hex().encode())[:500], {}, 3, "EOFError"),
     "r.txt": (LFS, {}, 3, "LFS"),
+    "s.jsonl": (LFS, {}, 3, "LFS"),
+    "t.parquet": (LFS, {}, 3, "LFS"),
+    "u.txt.gz": (LFS, {}, 3, "LFS"),
     "v.jsonl": (b'{"text": 1}\n', {}, 3, "is 1"),
     "w.parquet": (b"PAR1 and no more", {}, 3, "Arrow"),
 }
@@ -131,19 +153,46 @@ def with_template(folder):
     return folder
 
 
-def one_bad_row(path):
-    """A parquet file whose second text of three is not UTF-8, which Arrow does not look at."""
-    bad = pyarrow.array([b"good", b"b\xe9d", b"last"]).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+def test_texts_that_look_like_records_are_texts(tmp_path):
+    written(tmp_path, code__py=b'{"a": 1}\nprint()\n', list__txt=b"[1]\n")
+    found, _ = read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")
+    assert found == ['{"a": 1}\nprint()\n', "[1]\n"]
 
 
-def test_one_bad_row_of_parquet_is_named_or_left_out(tmp_path):
-    one_bad_row(tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x.parquet:2: .*--skip_bad_documents") as error:
-        read(tmp_path, tmp_path / "x.parquet")
-    assert "run the same command" not in one_line(error)
-    texts, told = read(tmp_path, tmp_path / "x.parquet", skip_bad_documents=True)
-    assert texts == ["good", "last"] and "1 bad documents" in told
+@pytest.mark.fault(92)
+def test_a_path_that_exists_is_no_pattern_no_list_and_no_address(tmp_path):
+    names = [
+        "a.txt::b.txt",
+        "Perl::Module.txt",
+        "[ab].txt",
+        "a*.txt",
+        "a,b.txt",
+        "file%20name.txt",
+        "zip::x.txt",
+    ]
+    written(tmp_path, **{"a.txt": b"A", "b.txt": b"B"})
+    for name in names:
+        (tmp_path / name).write_text(name)
+        assert read(tmp_path, tmp_path / name)[0] == [name]
+    assert sorted(read(tmp_path, tmp_path)[0]) == sorted([*names, "A", "B"])
+    assert read(tmp_path, f"{tmp_path}/a.txt,{tmp_path}/b.txt")[0] == ["A", "B"]
+
+
+def test_zstd_of_several_frames(tmp_path):
+    """As pzstd writes it."""
+    written(tmp_path, x__jsonl__zst=zstandard.compress(line("a")) + zstandard.compress(line("b")))
+    assert read(tmp_path, tmp_path / "x.jsonl.zst")[0] == ["a", "b"]
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 1])
+def test_a_second_run_tells_what_the_first_told(tmp_path, shuffle_seed):
+    written(tmp_path, a__jsonl=line("good") + b"{\n[]\n" + line("last"), b__txt=b"caf\xe9")
+    settings = dict(skip_bad_documents=True, shuffle_seed=shuffle_seed)
+    first, second = (read(tmp_path, tmp_path, **settings) for _ in range(2))
+    assert first[0] == second[0] and sorted(first[0]) == ["caf\ufffd", "good", "last"]
+    for _, told in (first, second):
+        assert f"2 bad documents left out, the first: {tmp_path}/a.jsonl:2" in told
+        assert "1 files with U+FFFD" in told and "b.txt" in told
 
 
 @pytest.mark.fault(97)
@@ -176,6 +225,21 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
     assert read(tmp_path, source)[0][0] == "replaced 000"
 
 
+def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
+    """Texts never give the pad; other ids that a model lacks are refused before the first step."""
+    parts = json.loads(tokenizer.load("bytes").to_json())
+    parts["added_tokens"].append(parts["added_tokens"][0] | dict(id=257, content="<pad>"))
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/tokenizer.json").write_text(json.dumps(parts))
+    written(tmp_path, a__jsonl=line("text") * 20)
+    prepare(tmp_path / "d", tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t"), val_tokens=0)
+    assert json.loads((tmp_path / "d/manifest.json").read_text())["vocab_size"] == 258
+    TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).close()
+    for size in (256, 97):
+        with pytest.raises(DataError, match=f"vocab_size={size}"):
+            TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=size)
+
+
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many."""
     rows = [{"text": "one", "id": 1}, {"text": "two\n", "id": 2}]
@@ -183,6 +247,27 @@ def test_a_json_file_of_one_list(tmp_path):
         data = BOM + b"\n" + json.dumps(rows, indent=indent).encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
         assert read(tmp_path, tmp_path / name)[0] == ["one", "two\n"]
+
+
+def test_a_file_name_that_is_not_utf_8_is_read(tmp_path):
+    for name, data in {b"caf\xe9.jsonl": line("good") + b"{\n", b"caf\xe9.txt": b"caf\xe9"}.items():
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
+    texts, _ = read(tmp_path, tmp_path, skip_bad_documents=True, shuffle_seed=1)
+    assert sorted(texts) == ["caf\ufffd", "good"]
+
+
+def test_only_the_field_of_the_text_has_a_type(tmp_path):
+    """Other fields may change their types from line to line, lines may end as on Windows."""
+    rows = [{"text": "a", "ner": [[0, 4, "P"]]}, {"text": "b", "ner": 3}, {"text": "c"}]
+    (tmp_path / "x.jsonl").write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
+    assert read(tmp_path, tmp_path / "x.jsonl")[0] == ["a", "b", "c"]
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    """As bash gives one for <(zcat x.gz): it could be read only once."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match="pipe"):
+        read(tmp_path, tmp_path / "pipe.txt")
 
 
 def test_a_text_in_parts_is_the_text(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ OTHER = {"400": dict(content="<|im_start|>", special=True)}
     ({}, "no such file"),
     ({"tokenizer.json": "{}"}, "is not a tokenizer.json"),
     ({"tokenizer.json": "PANIC"}, "PanicException"),
-    ({"tokenizer.json": "GOOD", "tokenizer_config.json": {"added_tokens_decoder": OTHER}}, "400"),
+    ({"tokenizer.json": "GOOD", "tokenizer_config.json": {"added_tokens_decoder": OTHER}}, "im_st"),
     ({"tokenizer.json": "GOOD", "added_tokens.json": {"<pad>": 300}}, "<pad>"),
     ({"vocab.json": {}, "merges.txt": {}}, "save_pretrained"),
 ])  # fmt: skip
