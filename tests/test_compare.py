@@ -53,10 +53,8 @@ def train_with_one_gradient_apart(words):
 def test_a_gradient_that_is_not_reduced_is_found(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "one", **SHORT)
     words = flags(data_dir, tmp_path / "other", **SHORT)
-    assert ranks.call(2, train_with_one_gradient_apart, words) == [(0, "")] * 2
-    found, expected = (last_checkpoint(tmp_path / name)[0] for name in ("other", "one"))
-    with pytest.raises(AssertionError, match=f"moment of {NAME}.* '{NAME}'"):
-        alike(found, expected, initial_weights(tmp_path / "one"))
+    for code, words in ranks.call(2, train_with_one_gradient_apart, words):
+        assert code == 4 and "copies differ" in words  # the ranks' copies differ at the first save
 
 
 def checkpoints(**changes):
@@ -67,7 +65,7 @@ def checkpoints(**changes):
         "frozen": torch.zeros(9),
         "noise": torch.full((9,), 3e-12),
     }
-    moments = {f"{name}.exp_avg": moment for name, moment in moments.items()}
+    moments = {f"states/{name}/exp_avg": moment for name, moment in moments.items()}
     expected = {
         "model": start | {"w": start["w"] - 0.01, "noise": start["noise"] - 0.01},
         "optimizer": moments,
@@ -80,4 +78,4 @@ def checkpoints(**changes):
 
 
 def test_weights_whose_moments_are_rounding_are_not_compared():
-    alike(*checkpoints(**{"noise": 0.02, "noise.exp_avg": -5e-12}))
+    alike(*checkpoints(**{"noise": 0.02, "states/noise/exp_avg": -5e-12}))
