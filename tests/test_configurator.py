@@ -70,7 +70,7 @@ def test_a_number_or_a_word():
         1000,
     ]
     for word in ("aut", "0.5", "None"):
-        with pytest.raises(UserError, match=f"rows={word} is not an int below 2\\*\\*63 or auto$"):
+        with pytest.raises(UserError, match=f"rows={word} is not an int or auto$"):
             configure(Rows, [f"--rows={word}"])
 
 
@@ -149,7 +149,7 @@ def test_a_config_file_is_utf_8_in_any_locale(tmp_path):
     ("--n_layer=0.5", "n_layer=0.5 is not an int"),
     ("--n_layer=None", "n_layer=None is not an int"),
     ("--n_layer=inf", "n_layer=inf is not an int"),
-    ("--kind=c", "kind=c is not one of a, b"),
+    ("--kind=c", "kind=c is not a or b"),
     ("--compile=maybe", "compile=maybe is not a bool"),
     ("--lr", "--lr needs a value, written --lr=VALUE"),
     ("no/such.py", "no/such.py: no such config file"),
@@ -164,20 +164,13 @@ def test_bad_words(word, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.fault(13, 14, 15)
-def test_a_flag_that_is_denied_takes_no_value():
-    words = "--no_compile takes no value; write --no_compile or --compile=true$"
-    with pytest.raises(UserError, match=words):
-        make("--no_compile", "true")
-
-
 @pytest.mark.parametrize("text, message", [
     ("n_layer = 2\nlr = (\n", "c.py:2: "),
-    ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
-    ("n_layer = 'two'\n", "c.py:1: n_layer=two is not an int"),
+    ("n_layer = 2\nn_head = 3\n", "c.py: unknown setting n_head"),
+    ("n_layer = 'two'\n", "c.py: n_layer=two is not an int"),
     ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
     ("\nlr = x\n", "c.py:2: NameError"),
-    ("n_layer = 10**5000", "c.py:1: n_layer=0x"),
+    ("lr = float('nan')", "c.py: lr=nan is not a float"),
     ("\0", "c.py:1: source code"),
 ])  # fmt: skip
 @pytest.mark.fault(17)
@@ -211,7 +204,7 @@ def test_all_mistakes_at_once(tmp_path):
     with pytest.raises(UserError) as error:
         make(str(tmp_path / "c.py"), "--lr=abc", "no/such.py", "--kind", "--zzz=1")
     text = str(error.value)
-    found = ["c.py:1: n_layer=two", "c.py:2: unknown setting lerning_rate"]
+    found = ["c.py: n_layer=two", "c.py: unknown setting lerning_rate"]
     places = [
         text.index(word) for word in [*found, "lr=abc", "no/such.py", "--kind needs", "setting zzz"]
     ]
@@ -333,9 +326,9 @@ def test_nanogpts_names_suggest_ours(tmp_path):
             settings.Config, [str(tmp_path / "train_x.py"), "--learning_rate", "1e-3", "--n_head=x"]
         )
     assert [text.rpartition("/")[2] for text in error.value.args] == [
-        "train_x.py:2: unknown setting max_iters; did you mean max_steps?",
+        "train_x.py: unknown setting max_iters; did you mean max_steps?",
         "command line: unknown setting learning_rate; did you mean lr?",
-        "command line: n_head=x is not an int below 2**63",
+        "command line: n_head=x is not an int",
     ]
 
 

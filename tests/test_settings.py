@@ -53,21 +53,18 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--context_parallel=8 --batch_size=1", 8, "n_head=12 must be divisible by context_parallel=8"),
     ("--context_parallel=4 --n_kv_head=6", 4, "one of n_kv_head=6 and context_parallel=4 must"),
     ("--n_head=0 --n_kv_head=0 --clip=nan", 1,
-     "n_head=0 must be at least 1; n_kv_head=0.*clip=nan"),
-    ("--clip=0", 1, "clip=0.0 must be over 0; nanoGPT's 0, no clipping, is --clip=None"),
+     "clip=nan is not a float"),
+    ("--clip=0", 1, "clip=0.0 must be over 0"),
     ("--beta1=1.0 --lr=-1", 1, "beta1=1.0 must be below 1; lr=-1.0 must be at least 0"),
-    ("--init_from=resume", 1, "init_from=resume is nanoGPT's; it is --resume=auto here"),
     ("--grad_clip=1 --eval_iters=9", 1,
      "did you mean clip.*; did you mean eval_tokens, which is in tok"),
-    ("--init_from=gpt2", 1, "init_from=gpt2 is nanoGPT's; it is --init_from=hf:gpt2 here"),
-    ("--out_dir=a\0 --resume=\udcff", 1, r"out_dir='a\\x00' must be UTF-8.*resume='\\udcff' must"),
-    ("--batch_tokens=10", 1, "not divisible .* = 64.1024.1 = 65536; nearest: 65536"),
+    ("--batch_tokens=10", 1, "batch_tokens=10 is not divisible .* = 65536; try 65536"),
     ("--batch_schedule=65000:0.5", 2,
-     "batch_schedule=65000 is not divisible by block_size.ranks = 1024.2 = 2048; nearest: 63488"),
-    ("--batch_schedule=1024:0.5", 2, "batch_schedule=1024 is not divisible by .* nearest: 2048"),
-    ("--batch_schedule=24576:0.5", 1, "batch_schedule=24576:0.5: later micro-batches, here of "
-     "65536 tokens, must be multiples of the first ones', 24576; try another --batch_size"),
-    ("--batch_schedule=32768:0.2,49152:0.5", 1, "here of 49152 tokens, must be multiples of the"),
+     "batch_schedule=65000 is not divisible by block_size.ranks = 2048; try 65536"),
+    ("--batch_schedule=1024:0.5", 2, "batch_schedule=1024 is not divisible by .* try 2048"),
+    ("--batch_schedule=24576:0.5", 1, "batch_schedule: a later micro-batch, of 65536 tokens, "
+     "must be a multiple of the first one's 24576; try another --batch_size"),
+    ("--batch_schedule=32768:0.2,49152:0.5", 1, "of 49152 tokens, must be a multiple of the"),
     ("--batch_schedule=65536", 1, "batch_schedule=65536: expected TOKENS:SHARE,... that grow"),
     ("--batch_schedule=65536:0.5,131072:0.2", 1, "expected TOKENS:SHARE,... that grow"),
     ("--batch_schedule=131072:0.2,65536:0.5", 1, "that grow, below batch_tokens and 1, such as"),
@@ -78,8 +75,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--batch_schedule=65536:0.1 --overfit", 1, "overfit=True, which repeats one batch"),
     ("--max_tokens=0", 1, "max_tokens=0 must be at least 1"),
     ("--max_seconds=0", 1, "max_seconds=0.0 must be over 0"),
-    ("--max_seconds=nan", 1, "max_seconds=nan must be over 0"),
-    ("--max_seconds=inf", 1, "max_seconds=inf must be finite"),
+    ("--max_seconds=nan", 1, "max_seconds=nan is not a float"),
+    ("--max_seconds=inf", 1, "max_seconds=inf is not a float"),
     ("--max_seconds=9 --max_tokens=9", 1, "max_tokens=9, which ends the run too; try one of them"),
     ("--max_seconds=9 --weight_decay=None", 1, "weight_decay=None, which counts the steps"),
     ("--max_seconds=9 --deterministic", 1,
@@ -99,7 +96,7 @@ def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     check(Config())  # SLURM and containers set it, torchrun sets RANK
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match=r"64\*1024\*3"):
+    with pytest.raises(UserError, match="= 196608"):
         check(Config())
 
 

@@ -115,9 +115,7 @@ def test_a_batch_size_that_is_chosen_is_recorded_and_gives_the_same_run(data_dir
     assert losses(again) == pytest.approx({n: losses(auto)[n] for n in (9, 10, 11, 12)}, rel=1e-5)
     train_here(data_dir, tmp_path / "c", batch_size="auto", resume="auto", dry_run=True)
     cfg = Config(batch_size="auto", block_size=32, batch_tokens=500)
-    with pytest.raises(
-        UserError, match="^batch_tokens=500 is not divisible by .* = 1\\*32\\*2 = 64"
-    ):
+    with pytest.raises(UserError, match="^batch_tokens=500 is not divisible by .* = 64"):
         check(cfg, ranks=2)
 
 
@@ -435,7 +433,7 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(batch_tokens=1000), r"1000 is not divisible .* 4\*32\*1 = 128; nearest: 896 or 1024"),
+    (dict(batch_tokens=1000), "1000 is not divisible .* = 128; try 1024"),
     (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
     (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
     (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
