@@ -99,10 +99,6 @@ def measure(cfg):
 def load(path=None):
     """The examples of a file; None: of the downloaded one. Raises DataError or its Unavailable."""
     path = download() if path is None else Path(path)
-    if path.exists() and not path.is_file():
-        raise DataError(
-            f"{path}: a folder, a pipe or a device; name a file, or none to download it"
-        )
     try:
         return parse(path.read_bytes(), path)
     except OSError as error:
@@ -207,18 +203,6 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
     stop(): whether to leave the rest.
     """
-
-    def summed(idx, targets):
-        return model.token_losses(idx, targets).float().sum(1, keepdim=True)
-
-    return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
-
-
-def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
-    """Float64 (rows, n), on every rank, of measure(ids, targets) -> (B, n).
-
-    ids and targets are (B, T); targets are -100 before endings.
-    """
     import torch
 
     from run.logger import progress
@@ -231,17 +215,17 @@ def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False
     _, B, T = jobs[-1]
     missing = -len(jobs) % world  # FSDP2 needs as many forwards on every rank
     jobs += [([], B, T)] * missing
-    found = torch.zeros(len(prepared.rows), n, device=device)
+    found = torch.zeros(len(prepared.rows), device=device)
     for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
         idx = torch.zeros(B, T, dtype=torch.long)
-        targets = torch.full((B, T), -100)  # no loss
+        targets = torch.full((B, T), -100)  # no loss before endings
         for b, number in enumerate(numbers):
             row, start = torch.from_numpy(prepared.rows[number]), prepared.starts[number]
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad():
-            values = measure(idx.to(device), targets.to(device))
-        found[numbers] = values[: len(numbers)].float()
+            each = model.token_losses(idx.to(device), targets.to(device))
+        found[numbers] = each.float().sum(1)[: len(numbers)]
     return parallel.sum_over_ranks(found).cpu().double().numpy()
 
 

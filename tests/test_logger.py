@@ -46,13 +46,14 @@ def lines(tmp_path):
 
 def test_the_first_step_of_a_process_is_left_out_of_the_time_that_is_left(tmp_path, capsys):
     log = make(tmp_path)
+    log.tokens = 500_000
     # a resumed run, whose first step compiles
     for step, seconds in ((501, 60.0), (502, 0.5), (503, 0.5)):
         take(log, step, seconds)
     ends = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines() if "eta" in line]
     assert ends == ["n/a", "04:09", "04:08"]
-    take(log, 504, 1.0)  # a running average: 0.55 s
-    assert capsys.readouterr().out.endswith("eta 04:32\n")
+    take(log, 504, 1.0)  # the mean is 0.67 s
+    assert capsys.readouterr().out.endswith("eta 05:30\n")
 
 
 @pytest.mark.parametrize("graph, expected", [(False, 6 * (30.0 + 4) / 5), (True, 6.0)])
@@ -74,25 +75,6 @@ def test_a_step_that_compiles_a_larger_micro_batch_is_not_timed(tmp_path):
     for step, seconds, tokens in ((1, 9.0, 500), (2, 1.0, 1000), (3, 13.0, 2000), (4, 2.0, 3000)):
         take(log, step, seconds, tokens=tokens)
     assert log.elapsed(4) == 4 * (1.0 + 2.0) / 2
-
-
-def test_a_run_of_days_is_told_once(tmp_path, capsys):
-    log = make(tmp_path)
-    for step in (1, 2, 3):
-        take(log, step, 600.0)
-    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert (
-        len(found) == 1
-        and "takes about 7 days on this machine; try a smaller --max_steps" in found[0]
-    )
-
-
-def test_the_advice_names_the_setting_that_ends_the_run(tmp_path, capsys):
-    log = make(tmp_path, settings=dict(max_seconds=1e6))
-    log.last_step = None
-    for step in (1, 2):
-        take(log, step, 600.0)
-    assert "try a smaller --max_seconds" in capsys.readouterr().out
 
 
 def test_lines_at_an_interval_and_all_in_the_log(tmp_path, capsys):
@@ -170,16 +152,16 @@ def test_wandb_has_the_names_of_its_own_variables(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for own in (
         {},
-        dict(WANDB_PROJECT="ours", WANDB_NAME="gate", WANDB_DIR="/tmp"),
+        dict(WANDB_PROJECT="ours", WANDB_NAME="gate"),
         dict(WANDB_PROJECT=""),
     ):
-        for key in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        for key in ("WANDB_PROJECT", "WANDB_NAME"):
             monkeypatch.delenv(key, raising=False)
         for key, value in own.items():
             monkeypatch.setenv(key, value)
         make(tmp_path, wandb=True)
     usual = ["pretrain", "run", tmp_path / "run"]
-    assert given == [usual, ["ours", "gate", "/tmp"], usual]
+    assert given == [usual, ["ours", "gate", tmp_path / "run"], usual]
 
 
 @pytest.mark.fault(33, 61)

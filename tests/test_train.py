@@ -71,14 +71,14 @@ def test_the_summary_says_what_decays_at_which_rate(data_dir, tmp_path):
     """GPT-2 124M's matrices and embeddings, and its vectors; then groups of any optimizer."""
     cfg = configure(Config, [str(ROOT / "config/gpt2_124m.py")])
     words = describe_optimizer(optim.make_optimizer(models.on_meta(cfg), cfg), cfg.lr)
-    assert "50 tensors, 124,354,560 parameters (embedding, matrix): rate 0.0006, decay 0.1" in words
-    assert "98 tensors, 121,344 parameters (vector): rate 0.0006, no decay" in words
+    assert "embedding: 39,419,904 parameters, rate 0.0006, decay 0.1" in words
+    assert "vector: 121,344 parameters, rate 0.0006, decay 0;" in words
     weights = [torch.zeros(3, 4, requires_grad=True), torch.zeros(5, requires_grad=True)]
     groups = [dict(params=weights[:1], factor=3.0, weight_decay=0.2), dict(params=weights[1:])]
     words = describe_optimizer(torch.optim.SGD(groups, lr=0.5), 0.5)
-    first = "1 tensor, 12 parameters (all): rate 1.5, decay 0.2"
-    second = "1 tensor, 5 parameters (all): rate 0.5"
-    assert words == f"SGD; {first}; {second}, no decay; vocabulary padding counted"
+    first = "all: 12 parameters, rate 1.5, decay 0.2"
+    second = "all: 5 parameters, rate 0.5, decay 0"
+    assert words == f"SGD; {first}; {second}; vocabulary padding counted"
     log = train_here(data_dir, tmp_path / "run", max_steps=1)
     rows = dict(log[0]["rows"])
     assert rows["optimizer"].startswith("AdamW, fused; ") and "decay 0.1" in rows["optimizer"]
@@ -421,12 +421,8 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=4)
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "other"))
     train_here(data_dir, tmp_path / "run", wandb=True, max_steps=6, resume="auto")
-    places = [
-        len(list((tmp_path / name / "wandb").glob("offline-run-*"))) for name in ("run", "other")
-    ]
-    assert places == [1, 1]
+    assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2
     states = [tmp_path / f"run/step_{step:08d}/state.json" for step in (4, 6)]
     first, resumed = (json.loads(state.read_text())["wandb_id"] for state in states)
     assert first is not None and first == resumed
@@ -437,9 +433,9 @@ def test_wandb_offline_resumes_the_same_run(data_dir, tmp_path, monkeypatch):
     (dict(n_head=5, lr=-1), "n_embd=64 must be divisible by n_head=5; lr=-1.0 must be at least 0"),
     (dict(precision="tf32"), "precision=tf32 needs a CUDA device"),
     (dict(device="meta"), "device=meta: expected auto, cpu, cuda"),
-    (dict(device="cuda:99"), r"device=cuda:99: \d+ of that kind found"),
+    (dict(device="cuda:99"), "device=cuda:99 is not there"),
     (dict(shuffle_seed=-1, seed=-3), "seed=-3 must be at least 0; shuffle_seed=-1 must"),
-    (dict(lr=float("nan"), clip=0), "lr=nan must be at least 0; clip=0.0 must be over 0"),
+    (dict(lr=float("nan")), "lr=nan is not a float"),
     gpt2(dict(tokenizer="gpt2", sample_interval=2),
      "tokenizer=gpt2 has 50,257 ids, the model 257; give"),
     (dict(resume="auto", overwrite=True), "overwrite=True does not go with resume=auto"),
