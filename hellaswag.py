@@ -203,6 +203,18 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
 
     stop(): whether to leave the rest.
     """
+
+    def summed(idx, targets):
+        return model.token_losses(idx, targets).float().sum(1, keepdim=True)
+
+    return over_rows(summed, 1, model, prepared, batch_tokens, stop)[:, 0]
+
+
+def over_rows(measure, n, model, prepared, batch_tokens=None, stop=lambda: False):
+    """Float64 (rows, n), on every rank, of measure(ids, targets) -> (B, n).
+
+    ids and targets are (B, T); targets are -100 before endings.
+    """
     import torch
 
     from run.logger import progress
@@ -215,17 +227,17 @@ def losses(model, prepared, batch_tokens=None, stop=lambda: False):
     _, B, T = jobs[-1]
     missing = -len(jobs) % world  # FSDP2 needs as many forwards on every rank
     jobs += [([], B, T)] * missing
-    found = torch.zeros(len(prepared.rows), device=device)
+    found = torch.zeros(len(prepared.rows), n, device=device)
     for numbers, B, T in progress(jobs[rank::world], "rows scored", stop=stop):
         idx = torch.zeros(B, T, dtype=torch.long)
-        targets = torch.full((B, T), -100)  # no loss before endings
+        targets = torch.full((B, T), -100)  # no loss
         for b, number in enumerate(numbers):
             row, start = torch.from_numpy(prepared.rows[number]), prepared.starts[number]
             idx[b, : len(row) - 1] = row[:-1]
             targets[b, start - 1 : len(row) - 1] = row[start:]
         with torch.no_grad():
-            each = model.token_losses(idx.to(device), targets.to(device))
-        found[numbers] = each.float().sum(1)[: len(numbers)]
+            values = measure(idx.to(device), targets.to(device))
+        found[numbers] = values[: len(numbers)].float()
     return parallel.sum_over_ranks(found).cpu().double().numpy()
 
 

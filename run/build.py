@@ -388,12 +388,9 @@ def describe_batch(cfg, size, accumulation):
         ranks = f"{size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
     rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
-    stages = []
     for batch, until in cfg.stages[:-1]:
         of_each = f"{cfg.micro_rows(size, batch)} rows a micro-batch"
-        stages.append(f"{batch:,} in {of_each} up to {until:.0%} of the run")
-    if stages:
-        rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
+        rows.append(("", f"{batch:,} tokens in {of_each} up to {until:.0%} of the run"))
     return rows
 
 

@@ -268,9 +268,7 @@ def loggable(evaluation, name, value):
         raise UserError(
             f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another"
         )
-    if torch.is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
-        return value.item()
-    return value
+    return value.item() if hasattr(value, "item") else value
 
 
 def validation_loss(model, loaders, tokens, *, autocast, own_tokens, stop):

@@ -82,13 +82,13 @@ class Logger:
         self.seconds = 0.0  # of the step read last
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
-        self.sizes_seen = set()  # rows of micro-batches so far; for another number it compiles
+        # steps by the rows of their micro-batches: for another number it compiles
+        self.steps_of_size = collections.Counter()
         self.steps_to_compile = 1
         if cfg.cuda_graph:
             from scale.cuda_graph import EAGER_STEPS
 
             self.steps_to_compile += EAGER_STEPS
-        self.steps_untimed = 0  # that are to come
         self.last_step = cfg.max_steps  # of the run; None: the time decides
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -147,11 +147,12 @@ class Logger:
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
         if self.file:
-            finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb and kind != "start":  # which has no figures of a step
-            self._try_wandb(self.wandb.log, {"step": step, **dict(numbers(kind, values))})
+            figures = {f"{kind}/{name}": value for name, value in finite.items()}
+            self._try_wandb(self.wandb.log, {"step": step, **figures})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
@@ -286,12 +287,12 @@ class Logger:
         self._log_line(launched, loss, norm, extras)
         if not math.isfinite(loss):
             self._count_skipped_or_refuse(step, "loss", loss)
-        elif self.max_skipped is not None and not math.isfinite(norm):
+            return
+        self._look_for_spike(step, loss)
+        if self.max_skipped is not None and not math.isfinite(norm):
             self._count_skipped_or_refuse(step, "gradient norm", norm)
         else:
             self.skipped_in_a_row = 0
-        if math.isfinite(loss):
-            self._look_for_spike(step, loss)
 
     def _time(self, launched):
         """Takes the time of a step: since the end of the one before, or since its own beginning."""
@@ -300,12 +301,8 @@ class Logger:
         self.mark = end
         self.seconds = seconds
         rows = self.cfg.micro_rows(self.world.size, launched.tokens - self.tokens)
-        if rows not in self.sizes_seen:
-            self.sizes_seen.add(rows)
-            self.steps_untimed = self.steps_to_compile
-        if self.steps_untimed:
-            self.steps_untimed -= 1
-        else:
+        self.steps_of_size[rows] += 1
+        if self.steps_of_size[rows] > self.steps_to_compile:
             self.steps_timed += 1
             self.seconds_timed += seconds
 
@@ -383,15 +380,6 @@ class Logger:
                 words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: {saved}"
                 self.warn(f"step {step}: loss {loss:.4f} is {words}")
         self.recent_losses.append(loss)
-
-
-def numbers(name, value):
-    """Yields (path, number) of the finite numbers in a dict and in its dicts, such as extras."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from numbers(f"{name}/{key}", inner)
-    elif isinstance(value, (int, float)) and math.isfinite(value):
-        yield name, value
 
 
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
