@@ -99,10 +99,6 @@ def measure(cfg):
 def load(path=None):
     """The examples of a file; None: of the downloaded one. Raises DataError or its Unavailable."""
     path = download() if path is None else Path(path)
-    if path.exists() and not path.is_file():
-        raise DataError(
-            f"{path}: a folder, a pipe or a device; name a file, or none to download it"
-        )
     try:
         return parse(path.read_bytes(), path)
     except OSError as error:

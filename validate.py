@@ -41,36 +41,30 @@ def main(cfg):
     others = {}
     if other:
         others, _ = measure(other, cfg.words, T)
-    for folder, own in measured.items():
-        size = f"{int(own.table[1].sum()):,} tokens, {len(set(own.documents)):,} documents"
-        lines = [" | ".join([folder, size, *own.in_words()])]
+    for folder, (table, documents) in measured.items():
+        size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
+        lines = [in_words(folder, size, table, documents)]
         if others:
-            difference = own.less(others[folder])
-            lines.append(" | ".join([folder, f"less {cfg.against}'s", *difference.in_words()]))
+            table[0] -= others[folder][0][0]
+            lines.append(in_words(folder, f"less {cfg.against}'s", table, documents))
         if is_rank_0():
             say(*lines, sep="\n")
     parallel.stop()
 
 
-@dataclass
-class Measured:
-    """A model's losses on a folder: run.evaluate.score_rows's table, and its rows' documents."""
+def in_words(folder, what, table, documents):
+    """A line for the console; table, documents: see run.evaluate.score_rows."""
+    from run import evaluate
 
-    table: np.ndarray  # (3, rows)
-    documents: np.ndarray  # (rows,)
-
-    def less(self, other):
-        nats, targets, text = self.table
-        return Measured(np.stack([nats - other.table[0], targets, text]), self.documents)
-
-    def in_words(self):
-        from run.evaluate import in_words, loss_of_table
-
-        return in_words(loss_of_table(self.table, self.documents))
+    score = evaluate.loss_of_table(table, documents)
+    return " | ".join([folder, what, *evaluate.in_words(score)])
 
 
 def measure(cfg, words, T=None):
-    """({folder: Measured}, T) of a model on rows of T tokens; None: as many as it has context."""
+    """({folder: (table, documents)}, T) of a model on rows of T tokens.
+
+    T: None: as many as it has context. table, documents: see run.evaluate.score_rows.
+    """
     from corpus import mixture
     from corpus.loader import DataError, TokenLoader
     from run import evaluate, trained
@@ -101,7 +95,7 @@ def measure(cfg, words, T=None):
                 )
             tokens = max(T, cfg.tokens)
             table, _, documents = evaluate.score_rows(model, loader, tokens, autocast=autocast)
-            measured[folder] = Measured(table, documents)
+            measured[folder] = table, documents
             loader.close()
     return measured, T
 

@@ -370,34 +370,25 @@ def describe_batch(cfg, size, accumulation):
         ranks = f"{size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
     rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
-    stages = []
     for batch, until in cfg.stages[:-1]:
         of_each = f"{cfg.micro_rows(size, batch)} rows a micro-batch"
-        stages.append(f"{batch:,} in {of_each} up to {until:.0%} of the run")
-    if stages:
-        rows.append(("", f"tokens a step: {', '.join(stages)}; rates go with the root"))
+        rows.append(("", f"{batch:,} tokens in {of_each} up to {until:.0%} of the run"))
     return rows
 
 
 def describe_optimizer(optimizer, lr):
-    """The optimizer in words, by its param_groups: how many tensors have which peak rate and decay.
+    """The optimizer in words, by its param_groups: size, peak rate and decay.
 
     lr: the peak rate, of which a group's own is its `factor`.
     """
     name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
     if any(group.get("fused") for group in optimizer.param_groups):
         name += ", fused"
-    alike = {}  # {(rate, decay): [group]}
-    for group in optimizer.param_groups:
-        key = lr * group.get("factor", 1.0), group.get("weight_decay", 0.0)
-        alike.setdefault(key, []).append(group)
     words = [name]
-    for (rate, decay), groups in alike.items():
-        sizes = [p.numel() for group in groups for p in group["params"]]
-        tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
-        roles = ", ".join(group.get("kind", "all") for group in groups)
-        weight_decay = f"decay {decay:g}" if decay else "no decay"
-        words.append(
-            f"{tensors}, {sum(sizes):,} parameters ({roles}): rate {rate:g}, {weight_decay}"
-        )
+    for group in optimizer.param_groups:
+        count = sum(p.numel() for p in group["params"])
+        rate = lr * group.get("factor", 1.0)
+        decay = group.get("weight_decay", 0.0)
+        kind = group.get("kind", "all")
+        words.append(f"{kind}: {count:,} parameters, rate {rate:g}, decay {decay:g}")
     return "; ".join(words) + "; vocabulary padding counted"

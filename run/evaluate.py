@@ -199,15 +199,10 @@ class Evaluations:
         """Adds an Evaluation; the options are its other fields. interval=0: never."""
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
-        if not interval:
-            return
-        added = Evaluation(interval, function, **options)
-        for other, evaluation in self.each.items():
-            if added.best and evaluation.best:
-                raise UserError(
-                    f"evaluations {other!r} and {name!r} both choose the best checkpoint"
-                )
-        self.each[name] = added
+        if interval:
+            self.each[name] = Evaluation(interval, function, **options)
+        if sum(evaluation.best is not None for evaluation in self.each.values()) > 1:
+            raise UserError(f"evaluation {name!r}: another one chooses the best checkpoint already")
 
     def due(self):
         """Names of those that are due now; none if a run resumed here had evaluated before."""
@@ -241,9 +236,6 @@ class Evaluations:
                 self.log.print(f"{name} {state.step} | {line}")
             self.log.record(name, state.step, **found)
             if evaluation.best:
-                if evaluation.best not in found:
-                    figures = f"has no figure {evaluation.best!r}: {', '.join(found)}"
-                    raise UserError(f"evaluation {name!r} {figures}")
                 score = found[evaluation.best]
                 self.log.refuse(state.step, f"{name} {evaluation.best}", score)
         if not self.watch.stopping:
@@ -264,9 +256,6 @@ class Evaluations:
             found = evaluation.function(model)
         if self.watch.stopping:
             return None
-        if not isinstance(found, dict):
-            expected = "expected {figure: number}"
-            raise UserError(f"evaluation {name!r} returned {type(found).__name__}; {expected}")
         figures = {"seconds": parallel.synchronize(device) - began}
         for figure, value in found.items():
             figures[figure] = loggable(name, figure, value)
@@ -279,14 +268,7 @@ def loggable(evaluation, name, value):
         raise UserError(
             f"evaluation {evaluation!r}: {name} is a name of the log's own; choose another"
         )
-    if torch.is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
-        shape = tuple(value.shape)
-        if math.prod(shape) != 1:
-            raise UserError(
-                f"evaluation {evaluation!r}: {name} has the shape {shape}; expected one number"
-            )
-        return value.item()
-    return value
+    return value.item() if hasattr(value, "item") else value
 
 
 def validation_loss(model, loaders, tokens, *, autocast, own_tokens, stop):

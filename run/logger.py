@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import textwrap
@@ -24,7 +25,7 @@ from system.errors import UserError, is_rank_0
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
-LONG_RUN = 2 * 86_400  # s left; a longer run is warned of
+WIDE = 130  # columns of a terminal that has room for all of a step's figures
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
@@ -54,15 +55,11 @@ def describe_device(world):
 def show(rows, say=print):
     """Prints rows (name, value), aligned; on a terminal long values go on below themselves."""
     for name, value in rows:
-        lines = [str(value)]
+        line = f"{name:<12} {value}"
         if sys.stdout.isatty():
-            width = max(20, columns() - 13)
-            lines = textwrap.wrap(
-                lines[0], width, break_long_words=False, break_on_hyphens=False
-            ) or [""]
-        say(f"{name:<12} {lines[0]}")
-        for line in lines[1:]:
-            say(f"{'':<12} {line}")
+            below = " " * 13
+            line = textwrap.fill(line, columns(), subsequent_indent=below, break_on_hyphens=False)
+        say(line)
 
 
 class Logger:
@@ -74,7 +71,7 @@ class Logger:
         self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
         self.analysis = None  # a flops.ModelAnalysis, for the MFU
-        self.warned = set()  # of what a run is warned once
+        self.lost = False  # whether a full disk has cost lines of the log
         # a step is read late, on CUDA when the next one is queued, so that the device has work
         self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
@@ -83,16 +80,15 @@ class Logger:
         self.mark = None  # the Moment of its end
         # times of steps, in seconds
         self.seconds = 0.0  # of the step read last
-        self.average = None  # running, without the first step, which compiles
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
-        self.sizes_seen = set()  # rows of micro-batches so far; for another number it compiles
+        # steps by the rows of their micro-batches: for another number it compiles
+        self.steps_of_size = collections.Counter()
         self.steps_to_compile = 1
         if cfg.cuda_graph:
             from scale.cuda_graph import EAGER_STEPS
 
             self.steps_to_compile += EAGER_STEPS
-        self.steps_untimed = 0  # that are to come
         self.last_step = cfg.max_steps  # of the run; None: the time decides
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -128,10 +124,14 @@ class Logger:
     def _start_wandb(self, config):
         import wandb
 
-        names = dict(project="pretrain", name=self.out_dir.resolve().name, dir=self.out_dir)
-        for key in names:
-            names[key] = os.environ.get(f"WANDB_{key.upper()}") or names[key]
-        self.wandb = wandb.init(config=config, id=self.wandb_id, resume="allow", **names)
+        self.wandb = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "pretrain",
+            name=os.environ.get("WANDB_NAME") or self.out_dir.resolve().name,
+            dir=self.out_dir,
+            config=config,
+            id=self.wandb_id,
+            resume="allow",
+        )
         self.wandb_id = self.wandb.id
         # the steps of a run that is resumed go back, which wandb's own may not
         self.wandb.define_metric("*", step_metric="step")
@@ -147,11 +147,12 @@ class Logger:
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
         if self.file:
-            finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb and kind != "start":  # which has no figures of a step
-            self._try_wandb(self.wandb.log, {"step": step, **dict(numbers(kind, values))})
+            figures = {f"{kind}/{name}": value for name, value in finite.items()}
+            self._try_wandb(self.wandb.log, {"step": step, **figures})
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
@@ -162,14 +163,10 @@ class Logger:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
-            self._warn_once(
-                "disk", f"{self.file.name}: {error.strerror}; training goes on, lines are lost"
-            )
-
-    def _warn_once(self, about, words):
-        if about not in self.warned:
-            self.warned.add(about)
-            self.warn(words)
+            if not self.lost:
+                words = "training goes on, lines are lost"
+                self.warn(f"{self.file.name}: {error.strerror}; {words}")
+            self.lost = True
 
     def start(self, state, rows, given, analysis):
         """Prints and records the start-up summary.
@@ -213,7 +210,8 @@ class Logger:
         if self.saved_at is not None:
             longer = ""
             if not stopped:
-                longer = f"a larger --{self.length_setting} and "
+                lengths = [name for name in ("max_seconds", "max_tokens") if getattr(cfg, name)]
+                longer = f"a larger --{[*lengths, 'max_steps'][0]} and "
             place = f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}"
             words = f"{place}; to go on, the same command with {longer}--resume=auto"
         show([*rows, ("checkpoint", words)], self.print)
@@ -223,35 +221,33 @@ class Logger:
         self.record(kind, step)  # the last line, which a run that was killed lacks
 
     @property
-    def length_setting(self):
-        """The name of the setting that ends the run."""
-        if self.cfg.max_seconds:
-            return "max_seconds"
-        if self.cfg.max_tokens:
-            return "max_tokens"
-        return "max_steps"
+    def pace(self):
+        """Seconds of a step, the mean of those that are timed; None: not known yet.
+
+        While there are none, the mean of those before a resume.
+        """
+        if self.steps_timed:
+            return self.seconds_timed / self.steps_timed
+        if self.steps_before:
+            return self.seconds_before / self.steps_before
+        return None
 
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
 
-        A step that is not timed, since it compiles or is not read yet, counts as the mean of those
-        that are; while there are none, as the mean of those before a resume.
+        A step that is not timed, since it compiles or is not read yet, counts as `pace`.
         """
-        if self.steps_timed:
-            pace = self.seconds_timed / self.steps_timed
-        else:
-            pace = self.seconds_before / max(1, self.steps_before)
-        return self.seconds_before + (step - self.steps_before) * pace
+        return self.seconds_before + (step - self.steps_before) * (self.pace or 0.0)
 
     def left(self, step):
         """Seconds that the run will take after this step; None: not known yet."""
         if self.last_step == step:
             return 0
-        if self.average is None:
+        if self.pace is None:
             return None
         if self.last_step is None:
             return max(0.0, self.cfg.max_seconds - self.elapsed(step))
-        return max(0, self.last_step - step) * self.average
+        return max(0, self.last_step - step) * self.pace
 
     def step(self, state, lr, means, began):
         """Takes a step that was launched, and reads all but the newest `late` of those launched.
@@ -263,7 +259,8 @@ class Logger:
         before it.
         """
         self.unread.append(Launched(state.step, state.tokens, lr, began, means))
-        self._read_all_but(self.late)
+        while len(self.unread) > self.late:
+            self._read(self.unread.popleft())
         return self.own
 
     def catch_up(self):
@@ -271,12 +268,9 @@ class Logger:
 
         The time until the next one begins is then no step's.
         """
-        self._read_all_but(0)
-        self.mark = None
-
-    def _read_all_but(self, late):
-        while len(self.unread) > late:
+        while self.unread:
             self._read(self.unread.popleft())
+        self.mark = None
 
     def _read(self, launched):
         """Waits for a step's end; logs its figures, and only then looks at what is wrong in them.
@@ -291,31 +285,24 @@ class Logger:
             self.late = 1
         self._time(launched)
         self._log_line(launched, loss, norm, extras)
-        self._warn_of_days(step)
         if not math.isfinite(loss):
             self._count_skipped_or_refuse(step, "loss", loss)
-        elif self.max_skipped is not None and not math.isfinite(norm):
+            return
+        self._look_for_spike(step, loss)
+        if self.max_skipped is not None and not math.isfinite(norm):
             self._count_skipped_or_refuse(step, "gradient norm", norm)
         else:
             self.skipped_in_a_row = 0
-        if math.isfinite(loss):
-            self._look_for_spike(step, loss)
 
     def _time(self, launched):
         """Takes the time of a step: since the end of the one before, or since its own beginning."""
         end = launched.means.moment
         seconds = end.since(self.mark or launched.began)
         self.mark = end
-        if self.seconds:  # not the first, which compiles
-            self.average = 0.9 * (self.average or seconds) + 0.1 * seconds
         self.seconds = seconds
         rows = self.cfg.micro_rows(self.world.size, launched.tokens - self.tokens)
-        if rows not in self.sizes_seen:
-            self.sizes_seen.add(rows)
-            self.steps_untimed = self.steps_to_compile
-        if self.steps_untimed:
-            self.steps_untimed -= 1
-        else:
+        self.steps_of_size[rows] += 1
+        if self.steps_of_size[rows] > self.steps_to_compile:
             self.steps_timed += 1
             self.seconds_timed += seconds
 
@@ -336,38 +323,25 @@ class Logger:
         if extras:
             values["extras"] = extras
         self.record("train", step, tokens=launched.tokens, **values)
-        first = self.average is None
-        last = left == 0
-        if step % self.cfg.log_interval and not first and not last:
+        if step % self.cfg.log_interval and step != self.steps_before + 1 and left != 0:
             return
+        wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= WIDE
         place = f"{step:>5}"
         if self.last_step:
             place = f"{step:>{len(str(self.last_step))}}/{self.last_step}"
-        parts = {
-            "step": f"step {place}",
-            "loss": f"loss {loss:8.4f}",
-            "lr": f"lr {launched.lr:.2e}",
-            "norm": f"norm {norm:6.3f}",
-            "dt_ms": f"{seconds * 1e3:8,.1f} ms",
-            "tok_per_s": f"{rate:>9,.0f} tok/s",
-        }
+        parts = [f"step {place}", f"loss {loss:8.4f}"]
+        if wide:
+            parts += [f"lr {launched.lr:.2e}", f"norm {norm:6.3f}"]
+        parts += [f"{seconds * 1e3:8,.1f} ms", f"{rate:>9,.0f} tok/s"]
         if mfu is not None:
-            parts["mfu"] = f"mfu {mfu:5.1%}"
-        if gib is not None:
-            parts["gib"] = f"{gib:5.1f} GiB"
-        parts["eta"] = f"eta {'n/a' if left is None else tqdm.format_interval(left)}"
-        self.print(fitting(parts, droppable=["lr", "gib", "norm"]))
+            parts.append(f"mfu {mfu:5.1%}")
+        if gib is not None and wide:
+            parts.append(f"{gib:5.1f} GiB")
+        parts.append(f"eta {'n/a' if left is None else tqdm.format_interval(left)}")
+        self.print(" | ".join(parts))
         if extras:
             words = " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
             self.print(f"     {words}")
-
-    def _warn_of_days(self, step):
-        """When the second step has shown how long one takes without compilation."""
-        left = self.left(step) or 0
-        if left > LONG_RUN:
-            days = f"this run takes about {left / 86_400:.0f} days on this machine"
-            advice = f"a smaller --{self.length_setting} or recipe, such as config/quickstart.py"
-            self._warn_once("days", f"{days}; try {advice}")
 
     def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.
@@ -408,15 +382,6 @@ class Logger:
         self.recent_losses.append(loss)
 
 
-def numbers(name, value):
-    """Yields (path, number) of the finite numbers in a dict and in its dicts, such as extras."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from numbers(f"{name}/{key}", inner)
-    elif isinstance(value, (int, float)) and math.isfinite(value):
-        yield name, value
-
-
 def progress(iterable, label, total=None, stop=lambda: False, bar=True):
     """Yields the items until stop().
 
@@ -428,15 +393,3 @@ def progress(iterable, label, total=None, stop=lambda: False, bar=True):
         if stop():
             break
         yield item
-
-
-def fitting(parts, droppable):
-    """The parts {name: text} in one line.
-
-    On a narrow terminal it leaves out those that are droppable, in turn.
-    """
-    shown = dict(parts)
-    for name in droppable:
-        if sys.stdout.isatty() and len(" | ".join(shown.values())) > columns():
-            shown.pop(name, None)
-    return " | ".join(shown.values())

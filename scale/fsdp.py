@@ -131,23 +131,16 @@ def refuse_undividable(model, units, cfg):
         for module in modules:
             for part in module.modules():
                 unit_of.setdefault(part, number)
-    dtypes = {}
     holders = {}
     for prefix, module in model.named_modules():
-        unit = unit_of.get(module)
         for name, p in module.named_parameters(recurse=False):
-            wrong = None
+            where = f"parallel={cfg.parallel}: {prefix}.{name}"
             if p.dim() == 0:
-                wrong = "has no dimensions, which cannot be divided; make it torch.empty(1)"
-            elif dtypes.setdefault(unit, p.dtype) != p.dtype:
-                wrong = f"is {p.dtype}, other parameters of the block {dtypes[unit]}; take one"
-            elif holders.setdefault(p, unit) != unit:
-                wrong = "is shared by blocks; share the module, or try --parallel=ddp"
-            elif p._backward_hooks or p._post_accumulate_grad_hooks:
-                wrong = "has a hook on its gradient, which FSDP2 does not call"
-            if wrong:
-                where = f"{prefix}.{name}".removeprefix(".")
-                raise UserError(f"parallel={cfg.parallel}: {where} {wrong}")
+                raise UserError(f"{where} has no dimensions; make it torch.empty(1)")
+            unit = unit_of.get(module)
+            if holders.setdefault(p, unit) != unit:
+                advice = "share the module, or try --parallel=ddp"
+                raise UserError(f"{where} is shared by blocks; {advice}")
 
 
 def bytes_of_unit(modules):

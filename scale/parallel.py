@@ -83,7 +83,6 @@ def join_group(backend, world, timeout_s):
     store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
-    check_backend(store, world.rank, backend)
     dist.init_process_group(
         backend,
         store=store,
@@ -92,15 +91,6 @@ def join_group(backend, world, timeout_s):
         device_id=world.device if world.device.type == "cuda" else None,  # NCCL then connects now
         timeout=time_limit(timeout_s),
     )
-
-
-def check_backend(store, rank, backend):
-    """Raises UserError on a rank of another backend than rank 0, which would wait without end."""
-    if rank == 0:
-        store.set("backend", backend)
-    elif (first := store.get("backend").decode()) != backend:
-        words = f"it joins over {backend}, rank 0 over {first}"
-        raise UserError(f"{words}: another device, or another --device or --offload_states")
 
 
 def pick_device(name):
@@ -113,15 +103,13 @@ def pick_device(name):
     kind, _, index = name.partition(":")
     if kind not in found or index and not index.isdigit():
         raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
-    if found[kind] and kind != "cuda":
+    if kind != "cuda" and found[kind]:
         return torch.device(kind)
     index = int(index or this_rank().local_rank)
     # `index == 0` comes first: counting takes half a second
     if found[kind] and (index == 0 or index < torch.cuda.device_count()):
         return torch.device(kind, index)
-    count = torch.cuda.device_count() if kind == "cuda" else 0
-    few = f"{count} of that kind found"
-    raise UserError(f"device={name}: {few}; try --device=cpu, or a smaller --nproc_per_node")
+    raise UserError(f"device={name} is not there; try --device=cpu, or a smaller --nproc_per_node")
 
 
 def stop():

@@ -13,7 +13,6 @@ from test_signals import error_lines
 import train
 from configurator import configure, run
 from run import agreement, source
-from scale import parallel
 from settings import Config
 from system.errors import UserError
 
@@ -93,22 +92,6 @@ def pair(monkeypatch):
 
     monkeypatch.setattr(agreement.parallel, "gather_objects", gathered)
     return pair
-
-
-def join_over_another(at_rank):
-    """For ranks.attempt: ranks join, of which one has a device of another backend."""
-    check = parallel.check_backend
-    parallel.check_backend = lambda store, rank, own: check(
-        store, rank, "nccl" if rank == at_rank else own
-    )
-    run(lambda cfg: parallel.start("cpu", 10), Config())
-
-
-@pytest.mark.fault(87)
-def test_a_rank_of_another_backend_is_told_before_any_collective():
-    """As where one of two nodes finds no GPU."""
-    done, _ = ranks.attempt(2, join_over_another, 1, grace=2, timeout=60)
-    assert done.codes[1] == 2 and "error: rank 1: it joins over nccl" in done.errors[1]
 
 
 def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monkeypatch, pair):
