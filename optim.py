@@ -293,7 +293,10 @@ def matrices_of(name, weight, cfg):
 
 @dataclass
 class Matrix:
-    """Rows of a weight, from `first` on; a stack is its matrices one below the other."""
+    """Rows of a weight, from `first` on; a stack is its matrices one below the other.
+
+    Where the weight is sharded, a rank holds some of these rows, perhaps none.
+    """
 
     weight: torch.nn.Parameter
     first: int
@@ -303,9 +306,25 @@ class Matrix:
     def shape(self):
         return self.rows, self.weight.size(-1)
 
-    def rows_in(self, whole):
-        """A view of this matrix' rows in a tensor of the whole weight's shape."""
-        return whole.flatten(0, -2)[self.first : self.first + self.rows]
+    def shard(self, rank=None):
+        """(first, last) row of the weight that a rank of its shards holds; None: this rank."""
+        first, last = rows_of(self.weight, rank)
+        each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
+        return first * each, last * each
+
+    def rows_on(self, rank=None):
+        """A slice of this matrix' rows: those that a rank of the shards holds; None: this rank."""
+        first, last = self.shard(rank)
+        begin = min(max(first - self.first, 0), self.rows)
+        end = min(max(last - self.first, 0), self.rows)
+        return slice(begin, end)
+
+    def rows_in(self, tensor):
+        """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
+        above, _ = self.shard()  # rows of the weight that lower ranks hold
+        own = self.rows_on()
+        offset = self.first - above
+        return tensor.flatten(0, -2)[offset + own.start : offset + own.stop]
 
 
 class Muon(torch.optim.Optimizer):
@@ -332,10 +351,8 @@ class Muon(torch.optim.Optimizer):
         _, ranks, _ = ranks_of(weights[0])
         self.batches = []  # of matrices of one shape up to transposition
         for shape, same in by_shape(matrices, lambda m: tuple(sorted(m.shape))).items():
-            most = 2**27 // math.prod(shape)  # up to 2**27 numbers for each rank
-            if isinstance(weights[0], DTensor):
-                most //= ranks  # each rank gathers the whole batch
-            self.batches += in_lists(same, ranks * max(1, most))
+            each = max(1, 2**27 // math.prod(shape))  # up to 2**27 numbers for each rank
+            self.batches += in_lists(same, ranks * each)
         self.update_momentum = update_momentum
         self.descend = descend
         if compiled and weights[0].is_cuda:
@@ -410,52 +427,37 @@ def ranks_of(weight):
 def orthogonalize_updates(matrices, updates):
     """Replaces the updates of matrices, of one shape up to transposition, by scaled factors.
 
-    All ranks call it with the same matrices and divide them: each orthogonalises its own in one
-    stack and gives the factors to the others. updates: {weight: the update of its rows on this
-    rank}.
+    All ranks call it with the same matrices and divide them: the owner of some gets their updates,
+    orthogonalises them in one stack, and gives the factors to the others. updates: {weight: the
+    update of its rows on this rank}.
     """
     if not matrices:
         return
     rank, size, group = ranks_of(matrices[0].weight)
     each = math.ceil(len(matrices) / size)
     short, long = sorted(matrices[0].shape)
-    wholes = {}
-    for weight in dict.fromkeys(matrix.weight for matrix in matrices):
-        wholes[weight] = gathered(weight, updates[weight])
-    here = [matrix.rows_in(wholes[matrix.weight]) for matrix in matrices]
+    here = [matrix.rows_in(updates[matrix.weight]) for matrix in matrices]
     stack = here[0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
     mine = slice(rank * each, (rank + 1) * each)
     owned = as_matrices(stack, matrices[mine])
+
+    if isinstance(matrices[0].weight, DTensor):  # this rank holds some rows of each matrix
+        by_owner = [here[r * each : (r + 1) * each] for r in range(size)]
+        by_holder = []  # of what this rank owns, the rows of each rank
+        for r in range(size):
+            by_holder.append([x[m.rows_on(r)] for m, x in zip(matrices[mine], owned)])
+        exchange(by_owner, by_holder, stack, group)
+        orthogonalize_stack(stack, owned)
+        exchange(by_holder, by_owner, stack, group)
+        return
+
     copy(owned, here[mine])
-    stack.copy_(orthogonalize(stack))
-    for factor in owned:
-        rows, columns = factor.shape
-        if rows > columns:
-            factor *= (rows / columns) ** 0.5
-    factors = stack
+    orthogonalize_stack(stack, owned)
+    whole = stack
     if size > 1:
-        factors = stack.new_empty(size * each, short, long)
-        all_gather_single(factors, stack, group=group)
-    copy(here, as_matrices(factors, matrices))
-    for weight, whole in wholes.items():
-        if whole is not updates[weight]:
-            first, last = rows_of(weight)
-            updates[weight].copy_(whole[first:last])
-
-
-def gathered(weight, rows):
-    """The whole update of a weight, of which each rank holds `rows`."""
-    if not isinstance(weight, DTensor):
-        return rows
-    placed = DTensor.from_local(
-        rows,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    return placed.full_tensor()
+        whole = stack.new_empty(size * each, short, long)
+        all_gather_single(whole, stack)
+    copy(here, as_matrices(whole, matrices))
 
 
 def as_matrices(stack, matrices):
@@ -466,6 +468,43 @@ def as_matrices(stack, matrices):
 def copy(targets, sources):
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def orthogonalize_stack(stack, entries):
+    """Replaces a stack by its orthogonal factors, those of tall matrices scaled.
+
+    entries: views of them in the shapes of their matrices.
+    """
+    stack.copy_(orthogonalize(stack))
+    for x in entries:
+        rows, columns = x.shape
+        if rows > columns:
+            x *= (rows / columns) ** 0.5
+
+
+def exchange(sources, targets, like, group):
+    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it.
+
+    like: a tensor whose dtype and device are those of what is sent.
+    """
+    leaving = list(itertools.chain(*sources))
+    arriving = list(itertools.chain(*targets))
+    # an empty tensor before them, since a rank may have nothing to send
+    sent = torch.cat([like.new_empty(0), *(t.flatten() for t in leaving)])
+    received = like.new_empty(numbers_in(arriving))
+    dist.all_to_all_single(
+        received,
+        sent,
+        output_split_sizes=[numbers_in(tensors) for tensors in targets],
+        input_split_sizes=[numbers_in(tensors) for tensors in sources],
+        group=group,
+    )
+    parts = received.split([t.numel() for t in arriving])
+    copy(arriving, [part.view(t.shape) for t, part in zip(arriving, parts)])
+
+
+def numbers_in(tensors):
+    return sum(t.numel() for t in tensors)
 
 
 def orthogonalize(x):
