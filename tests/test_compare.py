@@ -53,8 +53,8 @@ def train_with_one_gradient_apart(words):
 def test_a_gradient_that_is_not_reduced_is_found(data_dir, tmp_path):
     train_here(data_dir, tmp_path / "one", **SHORT)
     words = flags(data_dir, tmp_path / "other", **SHORT)
-    for code, words in ranks.call(2, train_with_one_gradient_apart, words):
-        assert code == 4 and "copies differ" in words  # the ranks' copies differ at the first save
+    for code, said in ranks.call(2, train_with_one_gradient_apart, words):
+        assert code == 4 and "copies differ" in said  # the ranks' copies differ at the first save
 
 
 def checkpoints(**changes):
