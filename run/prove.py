@@ -432,7 +432,9 @@ def whole(tensors):
     found = {}
     for name, t in tensors.items():
         t = t.detach()
-        found[name] = t.full_tensor() if isinstance(t, DTensor) else t.clone()
+        if isinstance(t, DTensor):
+            t = t.full_tensor()  # one rank's shard may be the whole, and then no copy
+        found[name] = t.clone()
     return found
 
 
