@@ -13,9 +13,8 @@ import gc
 import hashlib
 import itertools
 import json
-import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from run import source
 from run.build import separator
 from run.pack import pack, persistent_buffers, unpack
+from run.signals import first_line
 from scale import generators, memory, parallel
 from scale.shards import copy_into
 from system import files
@@ -35,11 +35,9 @@ from system.errors import UserError, warn
 
 MICRO_STEPS = 2
 PART = 32  # tokens of a row for each rank that shares it, of at least two
-LOSS = 1e-4  # relative; rounding in float32 makes 1e-6
-# likewise of each tensor; Muon computes in bf16, and states may have 8 bits
-LIMITS = {"gradient": LOSS, "buffer": LOSS, "update": 0.02}
-UPDATES = 3  # that are compared, and then
-BEFORE, AFTER = 2, 7  # steps around a checkpoint, since some optimizers act in every tenth
+# of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
+LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
+AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 PATIENCE_S = 30  # until a rank counts as lost
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
 # each mode's value without it, and what breaks it most often
@@ -52,19 +50,12 @@ CAUSES = {
 MORE = "(docs/experiment.md)"
 
 
-@dataclass
-class Trial:
-    """A step of a Training, and updates by its gradients or those of another trial."""
-
-    training: object
-    weights: dict  # {name: tensor} before the step
-    loss: float = 0.0
-    results: dict = field(default_factory=dict)  # {one of LIMITS: {name: tensor}}
-    calls: list = field(default_factory=list)  # numbers of blocks
+class Wrong(Exception):
+    """What differs from plain code, on all ranks alike."""
 
 
-class Fails(Exception):
-    """A trial that raised an error, on all ranks alike."""
+class Fails(Wrong):
+    """A trial that raised another error."""
 
 
 class NotProved(Exception):
@@ -181,49 +172,45 @@ class Proof:
             words = self.difference(cfg)
         if words:
             self.explain(cfg, words)
-        if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
-            self.refuse("resume", self.compare_resumed)
-        with contextlib.suppress(Fails):  # a model may have no logits
-            self.refuse("document_mask=True", self.compare_tokens)
+        try:
+            if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
+                self.on_all_ranks(self.compare_resumed)
+            with contextlib.suppress(Fails):  # a model may have no logits
+                self.on_all_ranks(self.compare_tokens)
+        except Wrong as why:
+            raise UserError(f"{why} {MORE}") from None
         return self.found
 
     def difference(self, cfg):
         """How a step differs from plain code, in words, or None."""
         try:
             self.plain = self.on_all_ranks(self.trial, cfg)
-        except Fails as why:
-            raise NotProved(f"the model fails without any mode: {why}") from None
+        except Wrong as why:
+            raise NotProved(f"without any mode {why}") from None
         try:
-            return self.on_all_ranks(self.compare_step, cfg)
-        except Fails as why:
+            self.on_all_ranks(self.compare_step, cfg)
+        except Wrong as why:
             if isinstance(why.__cause__, UserError):
                 raise why.__cause__ from None
-            return f"this model.py fails: {why}"
+            return str(why)
 
     def explain(self, cfg, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
         draws = self.draws
         losses = []
         for self.draws in (draws, draws, draws + 1):
-            losses.append(self.on_all_ranks(self.trial, cfg).loss)
+            self.plain = self.on_all_ranks(self.trial, cfg)
+            losses.append(self.plain["loss"])
         if losses[0] != losses[1]:
             raise NotProved("the same step twice differs: model.py draws from numbers of its own")
         for name, off in OFF.items():
             value = getattr(cfg, name)
-            if value != off and not self.difference(replace(cfg, **{name: off})):
+            cfg = replace(cfg, **{name: off})
+            if value != off and not self.difference(cfg):
                 if losses[1] != losses[2] and (name == "context_parallel" or cfg.remat_tile):
                     raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
                 raise UserError(f"{name}={value}: {words}: {CAUSES[name]} {MORE}")
-        raise UserError(f"{self.modes()}: {words} {MORE}")
-
-    def modes(self):
-        """Those of the run, in words."""
-        words = [f"{name}={getattr(self.cfg, name)}" for name in OFF]
-        return ", ".join([*words, f"{self.world.size} ranks, {MICRO_STEPS} micro-steps"])
-
-    def refuse(self, mode, compare):
-        if words := self.on_all_ranks(compare):
-            raise UserError(f"{mode}: {words} {MORE}")
+        raise UserError(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} {MORE}")
 
     # -- a trial
 
@@ -244,16 +231,6 @@ class Proof:
         training.state.model.train()
         return training
 
-    def build_plain(self, cfg):
-        """A Training without modes, in which each rank has all weights and whole rows."""
-        training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
-        model = training.model = training.state.model  # not in DDP
-        generators.seed(cfg.seed)
-        with torch.no_grad():
-            for p in model.parameters():  # their first values may be zero
-                p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
-        return training
-
     def batches_again(self):
         """Yields the micro-batches in turn; before each it seeds what a forward may draw."""
         for number in itertools.count():
@@ -261,155 +238,140 @@ class Proof:
             yield self.batches[number % MICRO_STEPS]
 
     def trial(self, cfg, plain=None):
-        """The Trial of a step.
+        """A step of a Training, as {one of LIMITS: {name: tensor}} and more.
 
-        plain: that without modes, whose weights it begins with and whose gradients make its
-        updates; None: this is it, and gradients are averaged over ranks.
+        plain: the trial without modes, whose weights it begins with and whose gradients make its
+        updates; None: this is it. Its ranks have all weights and whole rows, and it averages.
         """
-        training = self.build(cfg, plain.weights) if plain else self.build_plain(cfg)
+        if plain is None:
+            cfg = replace(cfg, **OFF, remat_every=1, remat_tile=None)
+        training = self.build(cfg, plain and plain["weights"])
         model = training.state.model
         parameters = dict(model.named_parameters())
-        trial = Trial(training, whole(parameters | persistent_buffers(model)))
-        for number, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda *_, number=number: trial.calls.append(number))
+        calls = []
+        if plain is None:
+            training.model = model  # not in DDP
+            fill(parameters.values(), cfg.seed)
+            for number, block in enumerate(model.blocks):
+                block.register_forward_hook(lambda *_, number=number: calls.append(number))
+        weights = whole(parameters | persistent_buffers(model))
         totals = training.accumulate(self.batches_again().__next__)
-        for p in parameters.values():
-            if plain is None and p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                parallel.sum_over_ranks(p.grad.div_(self.world.size))
-        trial.loss = loss_of(training, totals)
-        if not math.isfinite(trial.loss):
-            raise ValueError(f"the loss is {trial.loss}")
+        if plain is None:
+            average(parameters.values(), self.world.size)
         norm = training.normalize_and_clip(totals)
-        gradients = {}
-        for name, t in whole(
-            {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        ).items():
-            if t.any():
-                gradients[name] = t
-        buffers = {}
+        part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
+        gradient = whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
+        buffer = {}
         if self.cfg.context_parallel == 1:  # else a rank's are those of its tokens
-            for name, t in whole(persistent_buffers(model)).items():
-                buffers[name] = t.float().nan_to_num(0, 0, 0)  # as of masks
-        for places in range(UPDATES):
-            give(parameters, plain.results["gradient"] if plain else gradients, places)
+            buffer = whole(persistent_buffers(model))
+        for places in range(3):
+            give(parameters, plain["gradient"] if plain else gradient, places)
             generators.seed(self.draws)
             training.update(totals, norm)
-        moved = {name: t - trial.weights[name] for name, t in whole(parameters).items()}
-        trial.results = {"gradient": gradients, "buffer": buffers, "update": moved}
-        return trial
+        update = {name: t - weights[name] for name, t in whole(parameters).items()}
+        loss = {"this model.py": part * training.rank_step_tokens / count}
+        found = dict(loss=loss, gradient=gradient, buffer=buffer, update=update)
+        return found | dict(training=training, weights=weights, calls=calls)
 
-    def steps(self, training, number):
-        """Takes steps; returns their losses, and what tells two models' weights apart."""
+    def steps(self, training):
+        """Takes steps; returns what tells two models' weights apart."""
         next_batch = self.batches_again().__next__
-        losses = []
-        for _ in range(number):
+        for _ in range(AFTER):
             totals = training.accumulate(next_batch)
             training.update(totals, training.normalize_and_clip(totals))
-            losses.append(repr(loss_of(training, totals)))
-        return losses, parallel.checksums(training.state.model).tolist()
+        return parallel.checksums(training.state.model).tolist()
 
-    # -- what is compared; words say what differs
+    # -- what is compared; each raises Wrong
 
     def compare_step(self, cfg):
-        """Of loss, gradients, buffers and updates."""
-        plain = self.plain
+        """Loss, gradients, buffers and updates, in the run's modes and plainly."""
+        calls = self.plain["calls"]
         if cfg.parallel != "ddp" or cfg.context_parallel > 1:
-            if any(calls != plain.calls for calls in parallel.gather_objects(plain.calls)):
-                return "the ranks do not call the same blocks, as if each drew which"
-        built = self.trial(cfg, plain)
-        self.built = built.training
+            if any(others != calls for others in parallel.gather_objects(calls)):
+                raise Wrong("the ranks do not call the same blocks, as if each drew which")
+        built = self.trial(cfg, self.plain)
+        self.built = built["training"]
         drift = parallel.copies_differ(self.built.state.model)
-        self.found.append(f"loss {plain.loss:.7g} plain, {built.loss:.7g} in the run's modes")
-        if not abs(built.loss - plain.loss) <= LOSS * abs(plain.loss):
-            return f"the loss of this model.py differs ({built.loss:.6g}, not {plain.loss:.6g})"
         for what, limit in LIMITS.items():
-            error, name = largest_error(built.results[what], plain.results[what])
-            self.found.append(f"{what}s differ by up to {error:.0e}")
+            error, name = largest_error(built[what], self.plain[what])
+            self.found.append(f"{what}: the largest difference is {error:.0e}")
             if error > limit:
-                return f"the {what} of {name} differs by {error:.1e} of its norm"
+                raise Wrong(f"the {what} of {name} differs by {error:.1e} of its norm")
         if drift:
-            return f"the optimizer makes the ranks' copies of {drift[0]} drift apart"
-        return None
+            raise Wrong(f"the optimizer makes the ranks' copies of {drift[0]} drift apart")
 
     def compare_resumed(self):
-        """Of a run that goes on and one that is restored from what it saves, bit for bit."""
-        self.steps(self.built, BEFORE)
+        """A run that goes on, and one that is restored from what it saves, bit for bit."""
         tensors, values = pack(self.built.state)
         saved = {group: whole(named) for group, named in tensors.items()}
-        expected = self.steps(self.built, AFTER)
+        expected = self.steps(self.built)
         found = []
         for _ in range(2):
             restored = self.build(self.built.cfg, saved["model"])
             unpack(restored.state, json.loads(json.dumps(values)), saved)
-            found.append(self.steps(restored, AFTER))
+            found.append(self.steps(restored))
         if expected in found:
             self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
-            return None
-        if found[0] == found[1]:
-            return "model or optimizer keep what their state_dict does not hold"
-        warn("prove: a step twice gives other bits, so no resume was compared")
-        return None
+        elif found[0] == found[1]:
+            raise Wrong("resume: model or optimizer keep what their state_dict does not hold")
+        else:
+            warn("prove: a step twice gives other bits, so no resume was compared")
 
     @torch.no_grad()
     def compare_tokens(self):
-        """Of logits when other tokens change. Warns of what may be meant."""
-        losses = [self.plain_loss(*batch) for batch in self.batches]
-        draws = losses[0] != self.plain_loss(*self.batches[0], seed=1)
-        if self.world.size * self.cfg.micro_steps(self.world.size) > 1 and not draws:
-            together, _ = self.plain_loss(*map(torch.cat, zip(*self.batches)))
-            mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-            if not abs(mean - together) <= LOSS * abs(mean):
+        """Logits when other tokens change. Warns of what may be meant."""
+        x, y = self.batches[0]
+        T = x.size(1)
+        loss, count, logits = self.forward(x, y)
+        if self.world.size * self.cfg.micro_steps(self.world.size) > 1:
+            more, others, _ = self.forward(*self.batches[1])
+            together, all_, _ = self.forward(*map(torch.cat, zip(*self.batches)))
+            error, _ = largest_error({"": loss * count + more * others}, {"": together * all_})
+            if error > LIMITS["loss"] and loss == self.forward(x, y, seed=1)[0]:
                 why = "is no mean over tokens"
                 warn(f"model.py: the loss {why}, so it depends on ranks and micro-steps")
-        T = self.batches[0][0].size(1)
         last = separators(T)[-1]
         if self.cfg.document_mask and self.moves(slice(last), slice(last, T)):
-            return "a document's logits depend on the one before: tokens mix outside attn.core"
+            why = "a document's logits depend on the one before: tokens mix outside attn.core"
+            raise Wrong(f"document_mask=True: {why}")
         if self.moves(slice(T // 2, T), slice(T // 2)):
             warn("model.py lets a token see later ones")
-        return None
 
-    def plain_loss(self, x, y, seed=0):
-        """(loss, count) of the plain model."""
+    def forward(self, x, y, seed=0):
+        """(loss, count, logits) of the plain model."""
         generators.seed(seed)
-        loss, count, _ = self.plain.training.model(x, y, None)
-        return float(loss), float(count)
+        model = self.plain["training"].model
+        loss, count, _ = model(x, y, None)  # before the logits, for document masks
+        return loss, count, model.logits(x)
 
     def moves(self, changed, seen):
-        """Whether other ids at some places change the logits at others."""
+        """Whether other ids at some places change the logits at others, and nothing else does."""
         x, y = self.batches[0]
         other = x.clone()
         other[:, changed] = (x[:, changed] + 1) % self.cfg.vocab_size
-        logits = []
-        for ids in (x, x, other):
-            self.plain_loss(ids, y)  # for document masks, which look at a forward's ids
-            logits.append(self.plain.training.model.logits(ids)[:, seen])
-        was, again, now = logits
-        return was.equal(again) and not (now - was).std() <= LOSS * was.std()
+        was, again, now = [self.forward(ids, y)[-1][:, seen] for ids in (x, x, other)]
+        error, _ = largest_error({"": now}, {"": was})
+        return was.equal(again) and error > LIMITS["loss"]
 
     # -- ranks
 
     def on_all_ranks(self, function, *arguments):
-        """A function's value on this rank, or the words that it returned on another.
-
-        Raises Fails where it failed on all ranks, UserError where on some.
-        """
+        """A function's value; raises Wrong if it failed on all ranks alike, else UserError."""
         value = error = words = None
         try:
             value = function(*arguments)
         except Exception as found:  # of any type: an edit's
             error = found
-            words = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(value, str):
-            words = value
-        told = self.exchanged([time.time(), error is not None, words])
-        failed = sorted(one for one in told if one[1])
-        if len(failed) == len(told) and len({words for _, _, words in failed}) == 1:
-            raise Fails(words) from error
-        if failed:  # the first in time, for which others may have waited
-            raise UserError(f"{self.modes()}: this model.py fails on a rank: {failed[0][2]}")
-        return next((words for _, _, words in told if words), value)
+            words = str(error)
+            if not isinstance(error, Wrong):
+                words = f"this model.py fails: {type(error).__name__}: {first_line(error)}"
+        told = sorted((at, words) for at, words in self.exchanged([time.time(), words]) if words)
+        if not told:
+            return value
+        if [words for _, words in told] == [words] * self.world.size:
+            raise (Wrong if isinstance(error, Wrong) else Fails)(words) from error
+        # the first in time, for which others may have waited
+        raise UserError(f"on a rank {told[0][1]} {MORE}")
 
     def exchanged(self, own):
         """[what each rank gives], as JSON.
@@ -425,18 +387,27 @@ class Proof:
         try:
             store.wait(keys, timedelta(seconds=2 * PATIENCE_S))
         except RuntimeError:
-            why = own[2] or "a rank does not come"
-            raise UserError(f"{self.modes()}: this model.py fails: {why}") from None
+            raise UserError(f"a rank does not come; {own[-1]}") from None
         return [json.loads(store.get(key)) for key in keys]
 
 
 # -- parts of a trial
 
 
-def loss_of(training, totals):
-    """A step's mean loss over the targets of all ranks."""
-    part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]])).tolist()
-    return part * training.rank_step_tokens / count
+@torch.no_grad()
+def fill(parameters, seed):
+    """Adds random numbers to parameters, whose first values may be zero."""
+    generators.seed(seed)
+    for p in parameters:
+        p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
+
+
+def average(parameters, size):
+    """Averages gradients over ranks; a rank may lack some."""
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            parallel.sum_over_ranks(p.grad.div_(size))
 
 
 def whole(tensors):
@@ -453,10 +424,10 @@ def largest_error(found, expected):
 
     What is small beside all of them together may be rounding.
     """
-    total = sum(t.square().sum() for t in expected.values()) ** 0.5
+    total = sum(t.float().square().sum() for t in expected.values()) ** 0.5
     largest = 0.0, "none"
     for name in found | expected:
-        there = expected.get(name, torch.zeros(()))
+        there = expected.get(name, torch.zeros(())).float()
         error = (found.get(name, 0) - there).norm() / (there.norm() + 0.01 * total + 1e-30)
         largest = max(largest, (error.nan_to_num(torch.inf).item(), name))
     return largest
@@ -467,6 +438,6 @@ def give(parameters, gradients, places):
     """Gives parameters their rows of whole gradients, whose elements move by some places."""
     for name, p in parameters.items():
         p.grad = None
-        if name in gradients:
+        if name in gradients and gradients[name].any():
             p.grad = torch.zeros_like(p)
             copy_into(p.grad, gradients[name].flatten().roll(places).view(p.shape))
