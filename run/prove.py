@@ -14,8 +14,7 @@ import hashlib
 import itertools
 import json
 import time
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,9 +71,9 @@ def prove(make, cfg, world, loader, eot):
         return [("prove", "no, as set")]
     began = time.perf_counter()
     note = Path(cfg.out_dir) / "proved"
-    same = asdict(replace(cfg, out_dir="", resume="none", overwrite=False))
-    facts = [source.tag(), same, world.size, world.device.type, torch.__version__]
-    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    same = replace(cfg, out_dir="", resume="none", overwrite=False)
+    facts = f"{source.tag()} {same} {world.size} {world.device.type} {torch.__version__}"
+    digest = hashlib.sha256(facts.encode()).digest()
     if parallel.gather_objects(note.exists() and note.read_bytes() == digest)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
     if eot is None and cfg.document_mask:
@@ -196,18 +195,16 @@ class Proof:
 
     def explain(self, cfg, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
-        draws = self.draws
-        losses = []
-        for self.draws in (draws, draws, draws + 1):
-            self.plain = self.on_all_ranks(self.trial, cfg)
-            losses.append(self.plain["loss"])
-        if losses[0] != losses[1]:
+        loss = self.plain["loss"]
+        if self.on_all_ranks(self.trial, cfg)["loss"] != loss:
             raise NotProved("the same step twice differs: model.py draws from numbers of its own")
+        self.draws += 1
+        draws = self.on_all_ranks(self.trial, cfg)["loss"] != loss
         for name, off in OFF.items():
             value = getattr(cfg, name)
             cfg = replace(cfg, **{name: off})
             if value != off and not self.difference(cfg):
-                if losses[1] != losses[2] and (name == "context_parallel" or cfg.remat_tile):
+                if draws and (name == "context_parallel" or cfg.remat_tile):
                     raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
                 raise UserError(f"{name}={value}: {words}: {CAUSES[name]} {MORE}")
         raise UserError(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} {MORE}")
@@ -243,35 +240,37 @@ class Proof:
         plain: the trial without modes, whose weights it begins with and whose gradients make its
         updates; None: this is it. Its ranks have all weights and whole rows, and it averages.
         """
-        if plain is None:
-            cfg = replace(cfg, **OFF, remat_every=1, remat_tile=None)
-        training = self.build(cfg, plain and plain["weights"])
+        if plain:
+            training = self.build(cfg, plain["weights"])
+        else:
+            training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
+            training.model = training.state.model  # not in DDP
+            fill(training.model, cfg.seed)
         model = training.state.model
         parameters = dict(model.named_parameters())
-        calls = []
-        if plain is None:
-            training.model = model  # not in DDP
-            fill(parameters.values(), cfg.seed)
-            for number, block in enumerate(model.blocks):
-                block.register_forward_hook(lambda *_, number=number: calls.append(number))
         weights = whole(parameters | persistent_buffers(model))
+        calls = []
+        for number, block in enumerate(() if plain else model.blocks):
+            block.register_forward_hook(lambda *_, number=number: calls.append(number))
         totals = training.accumulate(self.batches_again().__next__)
-        if plain is None:
-            average(parameters.values(), self.world.size)
+        if not plain:
+            average(parameters, self.world.size)
         norm = training.normalize_and_clip(totals)
         part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
-        gradient = whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
-        buffer = {}
-        if self.cfg.context_parallel == 1:  # else a rank's are those of its tokens
-            buffer = whole(persistent_buffers(model))
+        loss = part * training.rank_step_tokens / count
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss:.6g}")
+        found = {"training": training, "weights": weights, "calls": calls}
+        found["loss"] = {"this model.py": loss}
+        found["gradient"] = whole({n: p.grad for n, p in parameters.items() if p.grad is not None})
+        # under context parallelism a rank's buffers are those of its tokens
+        found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
         for places in range(3):
-            give(parameters, plain["gradient"] if plain else gradient, places)
+            give(parameters, (plain or found)["gradient"], places)
             generators.seed(self.draws)
             training.update(totals, norm)
-        update = {name: t - weights[name] for name, t in whole(parameters).items()}
-        loss = {"this model.py": part * training.rank_step_tokens / count}
-        found = dict(loss=loss, gradient=gradient, buffer=buffer, update=update)
-        return found | dict(training=training, weights=weights, calls=calls)
+        found["update"] = {name: t - weights[name] for name, t in whole(parameters).items()}
+        return found
 
     def steps(self, training):
         """Takes steps; returns what tells two models' weights apart."""
@@ -385,7 +384,7 @@ class Proof:
         store = distributed_c10d._get_default_store()
         store.set(keys[self.world.rank], json.dumps(own))
         try:
-            store.wait(keys, timedelta(seconds=2 * PATIENCE_S))
+            store.wait(keys, parallel.time_limit(2 * PATIENCE_S))
         except RuntimeError:
             raise UserError(f"a rank does not come; {own[-1]}") from None
         return [json.loads(store.get(key)) for key in keys]
@@ -395,16 +394,16 @@ class Proof:
 
 
 @torch.no_grad()
-def fill(parameters, seed):
+def fill(model, seed):
     """Adds random numbers to parameters, whose first values may be zero."""
     generators.seed(seed)
-    for p in parameters:
+    for p in model.parameters():
         p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
 
 
 def average(parameters, size):
     """Averages gradients over ranks; a rank may lack some."""
-    for p in parameters:
+    for p in parameters.values():
         if p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             parallel.sum_over_ranks(p.grad.div_(size))
