@@ -14,8 +14,7 @@ import hashlib
 import itertools
 import json
 import time
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from run import source
 from run.build import separator
 from run.pack import pack, persistent_buffers, unpack
+from run.signals import first_line
 from scale import generators, memory, parallel
 from scale.shards import copy_into
 from system import files
@@ -34,9 +34,9 @@ from system.errors import UserError, warn
 
 MICRO_STEPS = 2
 PART = 32  # tokens of a row for each rank that shares it, of at least two
-GRADIENT = 1e-4  # relative, of the loss and each gradient; rounding in float32 makes 1e-6
-UPDATE = 0.02  # likewise of an update: Muon computes in bf16, and states may have 8 bits
-BEFORE, AFTER = 5, 7  # steps around a checkpoint, since some optimizers act in every tenth
+# of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
+LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
+AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 PATIENCE_S = 30  # until a rank counts as lost
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
 # each mode's value without it, and what breaks it most often
@@ -46,10 +46,15 @@ CAUSES = {
     "context_parallel": "tokens mix outside attn.core or in the loss, or a core depends on heads",
     "parallel": "a block reads another one's parameters, or an update needs whole matrices",
 }
+MORE = "(docs/experiment.md)"
 
 
-class Fails(Exception):
-    """A trial that raised an error, on all ranks alike."""
+class Wrong(Exception):
+    """What differs from plain code, on all ranks alike."""
+
+
+class Fails(Wrong):
+    """A trial that raised another error."""
 
 
 class NotProved(Exception):
@@ -66,9 +71,9 @@ def prove(make, cfg, world, loader, eot):
         return [("prove", "no, as set")]
     began = time.perf_counter()
     note = Path(cfg.out_dir) / "proved"
-    same = asdict(replace(cfg, out_dir="", resume="none", overwrite=False))
-    facts = [source.BEGAN, same, world.size, world.device.type, torch.__version__]
-    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    same = replace(cfg, out_dir="", resume="none", overwrite=False)
+    facts = f"{source.tag()} {same} {world.size} {world.device.type} {torch.__version__}"
+    digest = hashlib.sha256(facts.encode()).digest()
     if parallel.gather_objects(note.exists() and note.read_bytes() == digest)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
     if eot is None and cfg.document_mask:
@@ -78,12 +83,12 @@ def prove(make, cfg, world, loader, eot):
             found = Proof(make, cfg, world, cropped(loader, cfg, eot), eot).run()
     except NotProved as why:
         return [("prove", f"not proved: {why}")]
-    if world.main and not cfg.dry_run:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(note, digest)
     rows = [("prove", f"{time.perf_counter() - began:.1f} s")]
     if cfg.dry_run:
-        rows += [("", words) for words in found]
+        return rows + [("", words) for words in found]
+    if world.main:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(note, digest)
     return rows
 
 
@@ -144,11 +149,7 @@ class Proof:
     batches: list
     eot: int | None
     narrow = True
-    trials = 0
-
-    def __post_init__(self):
-        self.draws = self.cfg.seed + self.world.rank  # the run's ranks draw other numbers, too
-        self.found = []
+    asked = 0  # times that ranks told each other
 
     def run(self):
         """What was measured; raises UserError if the run differs from plain code.
@@ -156,6 +157,8 @@ class Proof:
         It must differ with each of two draws of weights: rounding may turn a choice of experts.
         """
         cfg = self.cfg
+        self.found = []
+        self.draws = cfg.seed + self.world.rank  # the run's ranks draw other numbers, too
         try:
             words = self.difference(cfg)
         except NotProved:
@@ -168,45 +171,50 @@ class Proof:
             words = self.difference(cfg)
         if words:
             self.explain(cfg, words)
-        if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
-            try:
-                words = self.on_all_ranks(self.compare_resumed)
-            except Fails as why:
-                words = str(why)
-            if words:
-                raise UserError(f"resume: {words} (docs/experiment.md)")
-        with contextlib.suppress(Fails):  # a model may have no logits
-            if words := self.on_all_ranks(self.compare_tokens):
-                raise UserError(f"document_mask=True: {words} (docs/experiment.md)")
+        try:
+            if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
+                self.on_all_ranks(self.compare_resumed)
+            with contextlib.suppress(Fails):  # a model may have no logits
+                self.on_all_ranks(self.compare_tokens)
+        except Wrong as why:
+            raise UserError(f"{why} {MORE}") from None
         return self.found
+
+    def difference(self, cfg):
+        """How a step differs from plain code, in words, or None."""
+        try:
+            self.plain = self.on_all_ranks(self.trial, cfg)
+        except Wrong as why:
+            raise NotProved(f"without any mode {why}") from None
+        try:
+            self.on_all_ranks(self.compare_step, cfg)
+        except Wrong as why:
+            if isinstance(why.__cause__, UserError):
+                raise why.__cause__ from None
+            return str(why)
 
     def explain(self, cfg, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
-        draws = self.draws
-        losses = []
-        for self.draws in (draws, draws, draws + 1):
-            losses.append(self.on_all_ranks(self.plain_step, cfg).loss)
-        if losses[0] != losses[1]:
+        loss = self.plain["loss"]
+        if self.on_all_ranks(self.trial, cfg)["loss"] != loss:
             raise NotProved("the same step twice differs: model.py draws from numbers of its own")
+        self.draws += 1
+        draws = self.on_all_ranks(self.trial, cfg)["loss"] != loss
         for name, off in OFF.items():
             value = getattr(cfg, name)
-            if value != off and not self.difference(replace(cfg, **{name: off})):
-                if losses[1] != losses[2] and (name == "context_parallel" or cfg.remat_tile):
+            cfg = replace(cfg, **{name: off})
+            if value != off and not self.difference(cfg):
+                if draws and (name == "context_parallel" or cfg.remat_tile):
                     raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
-                raise UserError(f"{name}={value}: {words}: {CAUSES[name]} (docs/experiment.md)")
-        raise UserError(f"{self.modes()}: {words} (docs/experiment.md)")
+                raise UserError(f"{name}={value}: {words}: {CAUSES[name]} {MORE}")
+        raise UserError(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} {MORE}")
 
-    def modes(self):
-        """Those of the run, in words."""
-        words = [f"{name}={getattr(self.cfg, name)}" for name in OFF]
-        return ", ".join([*words, f"{self.world.size} ranks, {MICRO_STEPS} micro-steps"])
+    # -- a trial
 
-    # -- builds
-
-    def build(self, cfg, weights=None, **changes):
+    def build(self, cfg, weights=None):
         """A Training of settings that are changed to those of a trial."""
         B, T = self.batches[0][0].shape
-        changes |= dict(batch_size=B, batch_schedule=None, init_from=None, clip=None, dropout=0.0)
+        changes = dict(batch_size=B, batch_schedule=None, init_from=None, clip=None, dropout=0.0)
         changes |= dict(precision="fp32", weights="fp32", reduce_dtype="fp32", attention="flash")
         changes |= dict(compile=False, cuda_graph=False, timeout_s=min(PATIENCE_S, cfg.timeout_s))
         if self.narrow:
@@ -226,205 +234,179 @@ class Proof:
             generators.seed(self.draws + 1000 * number)
             yield self.batches[number % MICRO_STEPS]
 
-    def plain_step(self, cfg):
-        """A Training without modes before its update, with what is compared as attributes.
+    def trial(self, cfg, plain=None):
+        """A step of a Training, as {one of LIMITS: {name: tensor}} and more.
 
-        Each rank has all weights and whole rows, and gradients are averaged.
+        plain: the trial without modes, whose weights it begins with and whose gradients make its
+        updates; None: this is it. Its ranks have all weights and whole rows, and it averages.
         """
-        plain = self.build(cfg, **OFF, remat_every=1, remat_tile=None)
-        model = plain.model = plain.state.model  # not in DDP
-        generators.seed(cfg.seed)
-        with torch.no_grad():
-            for p in model.parameters():  # their first values may be zero
-                p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
-        plain.weights = whole(dict(model.named_parameters()) | persistent_buffers(model))
-        plain.calls = []  # numbers of blocks
-        for number, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda *_, number=number: plain.calls.append(number))
-        plain.totals = plain.accumulate(self.batches_again().__next__)
-        for p in model.parameters():
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                parallel.sum_over_ranks(p.grad.div_(self.world.size))
-        plain.loss = loss_of(plain, plain.totals)
-        plain.norm = plain.normalize_and_clip(plain.totals)
-        plain.gradients = gradients(model)
-        if not plain.loss - plain.loss == 0:
-            raise ValueError(f"the loss is {plain.loss}")
-        return plain
+        if plain:
+            training = self.build(cfg, plain["weights"])
+        else:
+            training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
+            training.model = training.state.model  # not in DDP
+            fill(training.model, cfg.seed)
+        model = training.state.model
+        parameters = dict(model.named_parameters())
+        weights = whole(parameters | persistent_buffers(model))
+        calls = []
+        for number, block in enumerate(() if plain else model.blocks):
+            block.register_forward_hook(lambda *_, number=number: calls.append(number))
+        totals = training.accumulate(self.batches_again().__next__)
+        if not plain:
+            average(parameters, self.world.size)
+        norm = training.normalize_and_clip(totals)
+        part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
+        loss = part * training.rank_step_tokens / count
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss:.6g}")
+        found = {"training": training, "weights": weights, "calls": calls}
+        found["loss"] = {"this model.py": loss}
+        found["gradient"] = whole({n: p.grad for n, p in parameters.items() if p.grad is not None})
+        # under context parallelism a rank's buffers are those of its tokens
+        found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
+        for places in range(3):
+            give(parameters, (plain or found)["gradient"], places)
+            generators.seed(self.draws)
+            training.update(totals, norm)
+        found["update"] = {name: t - weights[name] for name, t in whole(parameters).items()}
+        return found
 
-    # -- what is compared; words say what differs
+    def steps(self, training):
+        """Takes steps; returns what tells two models' weights apart."""
+        next_batch = self.batches_again().__next__
+        for _ in range(AFTER):
+            totals = training.accumulate(next_batch)
+            training.update(totals, training.normalize_and_clip(totals))
+        return parallel.checksums(training.state.model).tolist()
 
-    def difference(self, cfg):
-        """How a run differs from plain code, or None."""
-        try:
-            self.plain = self.on_all_ranks(self.plain_step, cfg)
-        except Fails as why:
-            raise NotProved(f"the model fails without any mode: {why}") from None
-        try:
-            words = self.on_all_ranks(self.compare_step, cfg)
-            return words or self.on_all_ranks(self.compare_update)
-        except Fails as why:
-            if isinstance(why.__cause__, UserError):
-                raise why.__cause__ from None
-            return f"this model.py fails: {why}"
+    # -- what is compared; each raises Wrong
 
     def compare_step(self, cfg):
-        """Of loss and gradients."""
-        plain = self.plain
+        """Loss, gradients, buffers and updates, in the run's modes and plainly."""
+        calls = self.plain["calls"]
         if cfg.parallel != "ddp" or cfg.context_parallel > 1:
-            if any(calls != plain.calls for calls in parallel.gather_objects(plain.calls)):
-                return "the ranks do not call the same blocks, as if each drew which"
-        built = self.built = self.build(cfg, plain.weights)
-        totals = built.accumulate(self.batches_again().__next__)
-        loss = loss_of(built, totals)
-        built.normalize_and_clip(totals)
-        error, name = largest_error(gradients(built.state.model), plain.gradients)
-        self.found.append(f"loss {plain.loss:.7g} plain, {loss:.7g} in the run's modes")
-        self.found.append(f"gradients differ by up to {error:.0e}")
-        if not abs(loss - plain.loss) <= GRADIENT * abs(plain.loss):
-            return f"the loss of this model.py differs ({loss:.6g} instead of {plain.loss:.6g})"
-        if not error <= GRADIENT:
-            return f"the gradient of {name} differs by {error:.1e} of its norm"
-        pairs = zip(built.state.model.named_buffers(), plain.model.buffers())
-        for (name, buffer), expected in pairs if cfg.context_parallel == 1 else ():
-            if not torch.allclose(buffer.float(), expected.float(), GRADIENT, equal_nan=True):
-                return f"the buffer {name} differs"
-        return None
-
-    def compare_update(self):
-        """Of three steps with the plain gradients, each time in another place of their tensors."""
-        moved = []
-        for training in (self.plain, self.built):
-            model = training.state.model
-            for number in range(3):
-                give(model, self.plain.gradients, number)
-                generators.seed(self.draws)
-                training.update(self.plain.totals, self.plain.norm)
-            after = whole(dict(model.named_parameters()))
-            moved.append({name: t - self.plain.weights[name] for name, t in after.items()})
-        error, name = largest_error(moved[1], moved[0])
-        self.found.append(f"updates differ by up to {error:.0e}")
-        if not error <= UPDATE:
-            return f"the optimizer's update of {name} differs by {error:.1e} of its norm"
-        if names := parallel.copies_differ(self.built.state.model):
-            return f"the optimizer makes the ranks' copies of {names[0]} drift apart"
-        return None
+            if any(others != calls for others in parallel.gather_objects(calls)):
+                raise Wrong("the ranks do not call the same blocks, as if each drew which")
+        built = self.trial(cfg, self.plain)
+        self.built = built["training"]
+        drift = parallel.copies_differ(self.built.state.model)
+        for what, limit in LIMITS.items():
+            error, name = largest_error(built[what], self.plain[what])
+            self.found.append(f"{what}: the largest difference is {error:.0e}")
+            if error > limit:
+                raise Wrong(f"the {what} of {name} differs by {error:.1e} of its norm")
+        if drift:
+            raise Wrong(f"the optimizer makes the ranks' copies of {drift[0]} drift apart")
 
     def compare_resumed(self):
-        """Of a run that goes on and one that is restored from what it saves, bit for bit."""
-        self.steps(self.built, BEFORE - 3)  # compare_update took three
+        """A run that goes on, and one that is restored from what it saves, bit for bit."""
         tensors, values = pack(self.built.state)
         saved = {group: whole(named) for group, named in tensors.items()}
-        expected = self.steps(self.built, AFTER)
+        expected = self.steps(self.built)
         found = []
         for _ in range(2):
             restored = self.build(self.built.cfg, saved["model"])
             unpack(restored.state, json.loads(json.dumps(values)), saved)
-            found.append(self.steps(restored, AFTER))
-            if found[-1] == expected:
-                self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
-                return None
-        if found[0] == found[1]:
-            return "model or optimizer keep what their state_dict does not hold"
-        warn("prove: a step twice gives other bits, so no resume was compared")
-        return None
+            found.append(self.steps(restored))
+        if expected in found:
+            self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
+        elif found[0] == found[1]:
+            raise Wrong("resume: model or optimizer keep what their state_dict does not hold")
+        else:
+            warn("prove: a step twice gives other bits, so no resume was compared")
 
     @torch.no_grad()
     def compare_tokens(self):
-        """Of logits when other tokens change. Warns of what may be meant."""
-        parts = [self.loss(batch, 0) for batch in self.batches]
-        draws = parts[0] != self.loss(self.batches[0], 1)
-        if self.world.size * self.cfg.micro_steps(self.world.size) > 1 and not draws:
-            whole_loss, _ = self.loss([torch.cat(both) for both in zip(*self.batches)], 0)
-            mean = sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
-            if not abs(mean - whole_loss) <= GRADIENT * abs(mean):
+        """Logits when other tokens change. Warns of what may be meant."""
+        x, y = self.batches[0]
+        T = x.size(1)
+        loss, count, logits = self.forward(x, y)
+        if self.world.size * self.cfg.micro_steps(self.world.size) > 1:
+            more, others, _ = self.forward(*self.batches[1])
+            together, all_, _ = self.forward(*map(torch.cat, zip(*self.batches)))
+            error, _ = largest_error({"": loss * count + more * others}, {"": together * all_})
+            if error > LIMITS["loss"] and loss == self.forward(x, y, seed=1)[0]:
                 why = "is no mean over tokens"
                 warn(f"model.py: the loss {why}, so it depends on ranks and micro-steps")
-        T = self.batches[0][0].size(1)
         last = separators(T)[-1]
-        if self.cfg.document_mask and self.moves(slice(0, last), slice(last, T)):
-            return "a document's logits depend on the one before: tokens mix outside attn.core"
-        if self.moves(slice(T // 2, T), slice(0, T // 2)):
+        if self.cfg.document_mask and self.moves(slice(last), slice(last, T)):
+            why = "a document's logits depend on the one before: tokens mix outside attn.core"
+            raise Wrong(f"document_mask=True: {why}")
+        if self.moves(slice(T // 2, T), slice(T // 2)):
             warn("model.py lets a token see later ones")
-        return None
 
-    def steps(self, training, number):
-        """Takes steps; returns their losses, and what tells two models' weights apart."""
-        next_batch = self.batches_again().__next__
-        losses = []
-        for _ in range(number):
-            totals = training.accumulate(next_batch)
-            norm = training.normalize_and_clip(totals)
-            training.update(totals, norm)
-            losses.append(repr(loss_of(training, totals)))
-        return losses, parallel.checksums(training.state.model).tolist()
-
-    def loss(self, batch, seed):
-        """(loss, count) of the plain model."""
+    def forward(self, x, y, seed=0):
+        """(loss, count, logits) of the plain model."""
         generators.seed(seed)
-        loss, count, _ = self.plain.model(*batch, None)
-        return float(loss), float(count)
+        model = self.plain["training"].model
+        loss, count, _ = model(x, y, None)  # before the logits, for document masks
+        return loss, count, model.logits(x)
 
     def moves(self, changed, seen):
-        """Whether other ids at some places change the logits at others."""
+        """Whether other ids at some places change the logits at others, and nothing else does."""
         x, y = self.batches[0]
         other = x.clone()
         other[:, changed] = (x[:, changed] + 1) % self.cfg.vocab_size
-        logits = []
-        for ids in (x, x, other):
-            self.loss([ids, y], self.draws)  # for document masks, which look at a forward's ids
-            logits.append(self.plain.model.logits(ids)[:, seen])
-        was, again, now = logits
-        return was.equal(again) and not (now - was).std() <= GRADIENT * was.std()
+        was, again, now = [self.forward(ids, y)[-1][:, seen] for ids in (x, x, other)]
+        error, _ = largest_error({"": now}, {"": was})
+        return was.equal(again) and error > LIMITS["loss"]
 
     # -- ranks
 
     def on_all_ranks(self, function, *arguments):
-        """A function's value on this rank, or the words that it returned on another.
-
-        Raises Fails where it failed on all ranks, UserError where on some. They tell each other
-        over the store, since a rank may wait in a collective for one that failed.
-        """
+        """A function's value; raises Wrong if it failed on all ranks alike, else UserError."""
         value = error = words = None
         try:
             value = function(*arguments)
         except Exception as found:  # of any type: an edit's
             error = found
-            words = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(value, str):
-            words = value
-        told = self.exchanged([time.time(), error is not None, words])
-        failed = sorted(one for one in told if one[1])
-        if len(failed) == len(told) and len({words for _, _, words in failed}) == 1:
-            raise Fails(words) from error
-        if failed:  # the first in time, for which others may have waited
-            raise UserError(f"{self.modes()}: this model.py fails on a rank: {failed[0][2]}")
-        return next((words for _, _, words in told if words), value)
+            words = str(error)
+            if not isinstance(error, Wrong):
+                words = f"this model.py fails: {type(error).__name__}: {first_line(error)}"
+        told = sorted((at, words) for at, words in self.exchanged([time.time(), words]) if words)
+        if not told:
+            return value
+        if [words for _, words in told] == [words] * self.world.size:
+            raise (Wrong if isinstance(error, Wrong) else Fails)(words) from error
+        # the first in time, for which others may have waited
+        raise UserError(f"on a rank {told[0][1]} {MORE}")
 
     def exchanged(self, own):
-        """[what each rank gives], as JSON."""
+        """[what each rank gives], as JSON.
+
+        Over the store, since a rank may wait in a collective for one that failed.
+        """
         if self.world.size == 1:
             return [own]
-        self.trials += 1
-        keys = [f"prove/{self.trials}/{rank}" for rank in range(self.world.size)]
+        self.asked += 1
+        keys = [f"prove/{self.asked}/{rank}" for rank in range(self.world.size)]
         store = distributed_c10d._get_default_store()
         store.set(keys[self.world.rank], json.dumps(own))
         try:
-            store.wait(keys, timedelta(seconds=2 * PATIENCE_S))
+            store.wait(keys, parallel.time_limit(2 * PATIENCE_S))
         except RuntimeError:
-            why = own[2] or "a rank does not come"
-            raise UserError(f"{self.modes()}: this model.py fails: {why}") from None
+            raise UserError(f"a rank does not come; {own[-1]}") from None
         return [json.loads(store.get(key)) for key in keys]
 
 
 # -- parts of a trial
 
 
-def loss_of(training, totals):
-    """A step's mean loss over the targets of all ranks."""
-    part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]])).tolist()
-    return part * training.rank_step_tokens / count
+@torch.no_grad()
+def fill(model, seed):
+    """Adds random numbers to parameters, whose first values may be zero."""
+    generators.seed(seed)
+    for p in model.parameters():
+        p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
+
+
+def average(parameters, size):
+    """Averages gradients over ranks; a rank may lack some."""
+    for p in parameters.values():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            parallel.sum_over_ranks(p.grad.div_(size))
 
 
 def whole(tensors):
@@ -438,32 +420,25 @@ def whole(tensors):
     return found
 
 
-def gradients(model):
-    """{name: gradient}, of those that are not zero."""
-    there = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad for name, grad in whole(there).items() if grad.any()}
-
-
 def largest_error(found, expected):
     """(the largest relative error, its name) of {name: tensor}; an absent one is zeros.
 
     What is small beside all of them together may be rounding.
     """
-    total = torch.stack([t.norm() for t in expected.values()]).norm()
-    errors = {}
+    total = sum(t.float().square().sum() for t in expected.values()) ** 0.5
+    largest = 0.0, "none"
     for name in found | expected:
-        there = expected.get(name, torch.zeros_like(total))
-        error = (found.get(name, 0) - there).norm() / (there.norm() + 0.01 * total)
-        errors[name] = error.nan_to_num(torch.inf)
-    name = max(errors, key=errors.get)
-    return errors[name].item(), name
+        there = expected.get(name, torch.zeros(())).float()
+        error = (found.get(name, 0) - there).norm() / (there.norm() + 0.01 * total + 1e-30)
+        largest = max(largest, (error.nan_to_num(torch.inf).item(), name))
+    return largest
 
 
 @torch.no_grad()
-def give(model, grads, places):
+def give(parameters, gradients, places):
     """Gives parameters their rows of whole gradients, whose elements move by some places."""
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         p.grad = None
-        if name in grads:
+        if name in gradients and gradients[name].any():
             p.grad = torch.zeros_like(p)
-            copy_into(p.grad, grads[name].flatten().roll(places).view(p.shape))
+            copy_into(p.grad, gradients[name].flatten().roll(places).view(p.shape))

@@ -46,13 +46,13 @@ def apply(model, cfg):
             mlp = part_of(block, "mlp")
             if not isinstance(mlp.core, RecomputedMLP):  # an edit's blocks may share it
                 mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
-        keeps_attention = cfg.remat == "attention"
-        if keeps_attention:
+        core = None
+        if cfg.remat == "attention":
             attn = part_of(block, "attn")
-            attn.core = EagerAttention(attn.core)
+            core = attn.core = EagerAttention(attn.core)
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
-            model.layers[i] = mix, CheckpointedBlock(block, store, keeps_attention)
+            model.layers[i] = mix, CheckpointedBlock(block, store, core)
 
 
 def part_of(block, name):
@@ -65,10 +65,13 @@ def part_of(block, name):
 
 
 class CheckpointedBlock:
-    """A block that keeps its inputs, perhaps the results of its attention, and runs again."""
+    """A block that keeps its inputs, perhaps the results of its attention, and runs again.
 
-    def __init__(self, block, store, keeps_attention=False):
-        self.block, self.store, self.keeps_attention = block, store, keeps_attention
+    core: the EagerAttention whose results are kept, or None.
+    """
+
+    def __init__(self, block, store, core=None):
+        self.block, self.store, self.core = block, store, core
 
     def __call__(self, *inputs, **named):
         """named: an edit's inputs, which are kept as they are, on the device."""
@@ -88,15 +91,17 @@ class CheckpointedBlock:
 
         def contexts():
             first, again = generators.replay()
-            if self.keeps_attention:
+            if self.core:
                 first = both(first, AttentionOnce(self.store, results, again=False))
                 again = both(again, AttentionOnce(self.store, results, again=True))
             return first, again
 
+        if self.core:
+            self.core.ran = False
         # the empty tensor says on which device the random state is to be kept
         out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
-        if self.keeps_attention and not results:
-            why = "keeps the results of PyTorch's fused attention, and a block has called none"
+        if self.core and self.core.ran and not results:  # a block may leave itself out
+            why = "keeps the results of PyTorch's fused attention, and attn.core has called none"
             raise UserError(f"remat=attention {why}; try --remat=block")
         for i, x in enumerate(inputs):
             if torch.is_tensor(x) and x.requires_grad:
@@ -115,9 +120,11 @@ class EagerAttention:
 
     def __init__(self, core):
         self.core = core
+        self.ran = False  # in the block's last forward
 
     @torch.compiler.disable
     def __call__(self, *inputs, **named):
+        self.ran = True
         return self.core(*inputs, **named)
 
 

@@ -182,6 +182,15 @@ def test_a_block_without_fused_attention_is_refused():
         model(*batch())
 
 
+def test_a_block_that_leaves_itself_out_is_not_refused():
+    model = build({})
+    block = model.blocks[1]
+    block.forward = lambda x, *_: x
+    _, grads = trained(apply(model, "attention"))
+    assert grads["blocks.1.attn.qkv.weight"] is None
+    assert grads["blocks.0.attn.qkv.weight"].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("heads, T, D", [((4, 4), 128, 64), ((8, 2), 384, 128)])
@@ -193,7 +202,8 @@ def test_kept_attention(backend, heads, T, D):
     theirs = lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
     expected = ours(*(x.detach().requires_grad_() for x in qkv)).detach()
     store = ActivationStore(False)
-    kept = activation_checkpointing.CheckpointedBlock(ours, store, keeps_attention=True)
+    core = activation_checkpointing.EagerAttention(ours)
+    kept = activation_checkpointing.CheckpointedBlock(core, store, core)
     assert torch.equal(kept(*(x.detach().requires_grad_() for x in qkv)), expected)
     for dy in (torch.randn_like(expected), torch.randn(expected.shape, **bf16)):
         exact = with_gradients(theirs, [x.float() for x in qkv], dy)

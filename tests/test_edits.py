@@ -61,9 +61,7 @@ two_ranks = pytest.mark.skipif(
 
 ATTEND = "x = x + self.dropout(self.attn(self.norm_1(x), idx, positions))\n"
 TRANSFORM = "x = x + self.dropout(self.mlp(self.norm_2(x)))\n"
-ATTENDED = "self.dropout(self.attn(self.norm_1(x), idx, positions))"
 BLOCK = "    def forward(self, x, idx, positions):\n        x = x + "
-BLOCK_PARTS = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 ATTENTION = "    def forward(self, x, idx, positions):\n        q, k, v ="
 ATTENTION_PROJ = "        self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)\n"
 CORE = "        y = self.core("
@@ -71,15 +69,7 @@ GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 LOOP = """        for mix, block in self.layers:
             x = block(mix(x, embedded), idx, positions)
 """
-SCALE = "        x0, scale = x, 1 + (idx % 3).to(x.dtype).unsqueeze(-1)\n"
 HEAD = "        self.head = Head(cfg)\n"
-LOSS_CALL = """kernels.linear_cross_entropy(
-            x, self, targets, reduction, self.vocab_size, self.softcap
-        )
-"""
-LOSSES = "F.cross_entropy(1.5 * self.logits(x).mT, targets, reduction='none')"
-HEAD_CALL = "loss, count = self.head(x, targets, reduction)\n"
-PLAIN_MEAN = "F.cross_entropy(1.5 * self.head.logits(x).mT, targets), (targets >= 0).sum()\n"
 OTHER_CORE = (
     "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, "
     "is_causal=True, scale=1)"
@@ -149,29 +139,11 @@ EDITS = {
     "norms without weights": [
         ("LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "RMSNorm(cfg.n_embd, None, False)")
     ],
-    "one update for all tokens": [
-        (ATTENDED, "self.attn(self.norm_1(x), idx, positions).mean(1, keepdim=True)")
-    ],
-    "a layer of every other channel": [
-        (BLOCK_PARTS, BLOCK_PARTS + "        self.extra = Linear(cfg.n_embd // 2, cfg.n_embd)\n"),
-        (TRANSFORM, "h = self.norm_2(x)\n        x = x + self.mlp(h) + self.extra(h[..., ::2])\n"),
-    ],
     "a layer before the head": [
         (HEAD, HEAD + "        self.last = Linear(cfg.n_embd, cfg.n_embd)\n"),
         ("return self.norm(x)\n", NORMALIZED),
     ],
-    "a loss of PyTorch's": [(LOSS_CALL, f"kernels.mean_loss({LOSSES}, targets, reduction)\n")],
-    # validated row by row
-    "a mean that knows no rows": [(HEAD_CALL, "loss, count = " + PLAIN_MEAN)],
     "a skipped layer": [(LOOP, LOOP.replace("self.layers", "self.layers[::2]"))],
-    "layers run twice": [(LOOP, LOOP.replace("self.layers", "self.layers * 2"))],
-    "the embedding in every block": [  # by name, and a factor without a gradient
-        (
-            BLOCK,
-            BLOCK.replace("positions):\n", "positions, scale, x0):\n        x = x + scale * x0\n"),
-        ),
-        (LOOP, SCALE + LOOP.replace("positions)", "positions, scale, x0=x0)")),
-    ],
     "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
     "a weight used twice": [
         (TRANSFORM, TRANSFORM + "        x = x + F.linear(x, self.attn.proj.weight)\n")
@@ -231,11 +203,11 @@ OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head"
 TILES = dict(remat_tile=TILE, block_size=2 * TILE)
 ATTENTION = dict(remat="attention", remat_offload=True)
 # edits that run below with a remat, or over ranks, which take all paths of one process too
-ELSEWHERE = {"a second norm on q and k", "the embedding in every block", "layers run twice"}
+ELSEWHERE = {"a second norm on q and k"}
 CASES = [(name, {}) for name in EDITS if name in OFTEN]
 CASES += [slow(name, {}) for name in EDITS if name not in OFTEN | ELSEWHERE]
 CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
-CASES += [("the embedding in every block", dict(remat="block")), ("LoRA", dict(precision="fp8"))]
+CASES += [("LoRA", dict(precision="fp8"))]
 CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
 # there all
 CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)
@@ -244,10 +216,7 @@ REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
 CASES += [slow("value residual", remat) for remat in REMAT]
 CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
 CASES += [slow("a gate for each head", dict(document_mask=True))]
-CASES += [
-    slow(edit, dict(precision="fp8"))
-    for edit in ("a layer of every other channel", "value residual")
-]
+CASES += [slow("value residual", dict(precision="fp8"))]
 # the others are slow
 AT_ONCE = ("Linear", "mlp", "attention", "rotated", "plain_cross_entropy", "RMSNorm")
 CASES += [(name, {}) for name in AT_ONCE]
@@ -277,7 +246,6 @@ MODES = [
     ("attention", ALL_AT_ONCE),
     slow("Linear", IN_FP8 | SHARDED),  # not gathered in 8 bits, nor is a weight that an edit reads
     slow("a weight used twice", IN_FP8 | SHARDED),
-    slow("layers run twice", dict(parallel="fsdp")),
     slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
     slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
 ]

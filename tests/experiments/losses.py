@@ -1,6 +1,5 @@
 """Patches of the loss: more losses, other targets, logged figures, and refused forwards."""
 
-import torch
 import torch.nn.functional as F
 
 from experiments import patch as modes
@@ -20,13 +19,11 @@ BLOCK_FORWARD = """    def forward(self, x, idx, positions):
         x = x + self.dropout(self.mlp(self.norm_2(x)))
         return x
 """
-HIDDEN_CALL = "        x = self.hidden(idx, positions)\n"
 MAKE_MLP = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 BLOCK_CLASS = "class Block(nn.Module):\n"
 
 IN_CONTEXT = (*OF_LOSS, modes.CONTEXT)
 WHOLE_ROWS = (*IN_CONTEXT, modes.FSDP)  # as a row's tokens meet in the loss
-ALL = (*IN_CONTEXT, modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION, modes.COMPILED)
 
 
 def forward(*lines):
@@ -49,16 +46,6 @@ def each(model, x, y):
     return -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (y >= 0)
 
 
-def smoothed(model, x, y):
-    uniform = -logits_of(model, x).log_softmax(-1).mean(-1)
-    return mean(0.9 * each(model, x, y) + 0.1 * uniform, y), {}
-
-
-def focal(model, x, y):
-    losses = each(model, x, y)
-    return mean(losses * (1 - torch.exp(-losses)) ** 2, y), {}
-
-
 def usual(model, x, y):
     return mean(each(model, x, y), y), {}
 
@@ -66,20 +53,6 @@ def usual(model, x, y):
 def after_separator(model, x, y):
     y = y.masked_fill(x == 256, -100)
     return mean(each(model, x, y), y), {}
-
-
-def weighted(model, x, y):
-    return mean(each(model, x, y) * (1 + y % 3), y), {}
-
-
-def weighted_mean(model, x, y):
-    weights = (1 + y % 3) * (y >= 0)
-    return (each(model, x, y) * weights).sum() / weights.sum(), {}
-
-
-def per_row(model, x, y):
-    rows = each(model, x, y).sum(1) / (y >= 0).sum(1).clamp(min=1)
-    return (1 + rows).log().mean(), {}
 
 
 def two_ahead(model, x, y):
@@ -90,28 +63,12 @@ def two_ahead(model, x, y):
     return mean(each(model, x, y) + 0.5 * second, y), {"second": mean(second, y)}
 
 
-def at_every_layer(model, x, y):
-    states = model.embed(x, None)
-    total = 0.0
-    for i, block in enumerate(model.blocks):
-        states = block(states, x, None)
-        log_p = model.head.logits(model.norm(states)).log_softmax(-1)
-        losses = -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (y >= 0)
-        total = total + (1.0 if i == len(model.blocks) - 1 else 0.3) * mean(losses, y)
-    return total, {}
-
-
 def only_in_training(model, x, y):
     loss = mean(each(model, x, y), y)
     if not model.training:
         return loss, {}
     size = mean(model.hidden(x).square().mean(-1), y)
     return loss + 0.1 * size, {"size": size}
-
-
-def with_entropy(model, x, y):
-    p = logits_of(model, x).softmax(-1)
-    return mean(each(model, x, y), y), {"entropy": mean(-(p * p.log()).sum(-1), y), "two": 2.0}
 
 
 TWO_AHEAD = """        losses, _ = self.head(x, targets, "none")
@@ -152,29 +109,6 @@ UNPATCHED = Patch(
 PATCHES = [
     UNPATCHED,
     Patch(
-        "label smoothing",
-        "a tenth of the target is uniform",
-        forward(
-            "flat = self.head.logits(x).flatten(0, 1), targets.flatten()",
-            'losses = F.cross_entropy(*flat, reduction="none", label_smoothing=0.1)',
-            "losses = losses.view_as(targets)",
-            "return *kernels.mean_loss(losses, targets, reduction), {}",
-        ),
-        OF_LOSS,
-        loss=smoothed,
-    ),
-    Patch(
-        "focal loss",
-        "a loss of one's own through kernels.mean_loss",
-        forward(
-            'losses, _ = self.head(x, targets, "none")',
-            "losses = losses * (1 - torch.exp(-losses)).square()",
-            "return *kernels.mean_loss(losses, targets, reduction), {}",
-        ),
-        IN_CONTEXT,
-        loss=focal,
-    ),
-    Patch(
         "a mean of PyTorch's",
         "the forward ignores `reduction`: F.cross_entropy's mean, of a count in tokens",
         forward(
@@ -187,18 +121,6 @@ PATCHES = [
         unchanged=True,
     ),
     Patch(
-        "a count of Python's",
-        "the number of targets is an int, and 0 for a batch whose answers are masked",
-        forward(
-            "loss, _ = self.head(x, targets, reduction)",
-            "if reduction != 'mean':",
-            "    return loss, (targets >= 0).sum(1), {}",
-            "return loss, (targets >= 0).sum().tolist(), {}",
-        ),
-        OF_LOSS,
-        unchanged=True,
-    ),
-    Patch(
         "no loss after a separator",
         "what follows a document's separator is no target",
         forward(
@@ -208,40 +130,6 @@ PATCHES = [
         IN_CONTEXT,
         sample=(modes.PLAIN, modes.MASKED),
         loss=after_separator,
-    ),
-    Patch(
-        "weights of tokens",
-        "each token's loss has a factor; the mean is over the number of targets",
-        forward(
-            'losses, _ = self.head(x, targets, "none")',
-            "return *kernels.mean_loss(losses * (1 + targets % 3), targets, reduction), {}",
-        ),
-        OF_LOSS,
-        loss=weighted,
-    ),
-    Patch(
-        "a weighted mean",
-        "as weights of tokens, but the mean is over the sum of the weights, which is the count",
-        forward(
-            'losses, _ = self.head(x, targets, "none")',
-            "weights = (1 + targets % 3) * (targets >= 0)",
-            "dims = None if reduction == 'mean' else 1",
-            "count = weights.sum(dims)",
-            "return (losses * weights).sum(dims) / count.clamp(min=1), count, {}",
-        ),
-        IN_CONTEXT,
-        loss=weighted_mean,
-    ),
-    Patch(
-        "a loss of rows",
-        "the logarithm of each row's mean; the count is a number of Python, that of the rows",
-        forward(
-            'rows, _ = self.head(x, targets, "rows")',
-            "return (1 + rows).log().mean(), len(rows), {}",
-        ),
-        WHOLE_ROWS,
-        loss=per_row,
-        refused=modes.MIXES,
     ),
     Patch(
         "a tied second head",
@@ -257,32 +145,6 @@ PATCHES = [
         loss=two_ahead,
         refused=modes.MIXES,
         extras=("second",),
-    ),
-    Patch(
-        "a loss at every layer",
-        "the head reads the inner blocks' states too",
-        {
-            "model.py": [
-                (
-                    LOOP,
-                    "        self.inner = []\n"
-                    "        for mix, block in self.layers:\n"
-                    "            x = block(mix(x, embedded), idx, positions)\n"
-                    "            self.inner.append(x)\n"
-                    "        return self.norm(x)\n",
-                ),
-                (
-                    FORWARD,
-                    "        loss, count = self.head(x, targets, reduction)\n"
-                    "        for inner in self.inner[:-1]:\n"
-                    "            loss = loss + 0.3 * self.head(self.norm(inner), targets, "
-                    "reduction)[0]\n"
-                    "        return loss, count, {}\n",
-                ),
-            ]
-        },
-        (*IN_CONTEXT, modes.BLOCK, modes.COMPILED),
-        loss=at_every_layer,
     ),
     Patch(
         "experts without tokens",
@@ -313,40 +175,6 @@ PATCHES = [
         extras=("size",),
     ),
     Patch(
-        "entropy",
-        "the entropy of the predictions is logged and changes nothing",
-        forward(
-            "loss, count = self.head(x, targets, reduction)",
-            "log_p = self.head.logits(x).log_softmax(-1)",
-            "entropy, _ = kernels.mean_loss(-(log_p.exp() * log_p).sum(-1), targets, reduction)",
-            'return loss, count, {"entropy": entropy.detach(), "two": 2.0}',
-        ),
-        OF_LOSS,
-        loss=with_entropy,
-        extras=("entropy", "two"),
-        unchanged=True,
-    ),
-    Patch(
-        "a probe in an extra",
-        "a layer that no loss uses, but an extra that is logged, without detach",
-        {
-            "model.py": [
-                (HEAD, HEAD + "        self.probe = Linear(cfg.n_embd, 1)\n"),
-                (
-                    FORWARD,
-                    "        loss, count = self.head(x, targets, reduction)\n"
-                    "        squares = self.probe(x.detach()).squeeze(-1).square()\n"
-                    "        guess, _ = kernels.mean_loss(squares, targets, reduction)\n"
-                    '        return loss, count, {"guess": guess}\n',
-                ),
-            ]
-        },
-        OF_LOSS,
-        extras=("guess",),
-        unchanged=True,
-        export=HAS_MORE,
-    ),
-    Patch(
         "extras that change",
         "the forward returns another extra every second time",
         forward(
@@ -362,31 +190,6 @@ PATCHES = [
         },
     ),
     Patch(
-        "extras of one rank",
-        "the ranks return extras of other names",
-        forward(
-            "loss, count = self.head(x, targets, reduction)",
-            "several = torch.distributed.is_initialized()",
-            'name = f"a{torch.distributed.get_rank()}" if several else "a"',
-            "return loss, count, {name: loss}",
-        ),
-        (modes.DDP,),
-        refused={modes.DDP: "GPT.forward returned the extras"},
-        extras=("a",),
-        unchanged=True,
-    ),
-    Patch(
-        "an extra that is no number",
-        "the losses of all tokens are returned as an extra",
-        forward(
-            "loss, count = self.head(x, targets, reduction)",
-            'return loss, count, {"each": self.head(x, targets, "none")[0]}',
-        ),
-        (),
-        sample=(),
-        refused={"eager": "GPT.forward returned each of shape (4, 32); expected one number"},
-    ),
-    Patch(
         "a bare loss",
         "the forward returns the loss alone, as before",
         forward("return self.head(x, targets, reduction)[0]"),
@@ -396,19 +199,5 @@ PATCHES = [
             "eager": "expected (loss, count, extras), see docs/experiment.md",
             modes.DDP: "expected (loss, count, extras), see docs/experiment.md",
         },
-    ),
-    Patch(
-        "a loss and a count",
-        "the forward returns no extras",
-        forward("return self.head(x, targets, reduction)"),
-        (),
-        refused={"eager": "expected (loss, count, extras), see docs/experiment.md"},
-    ),
-    Patch(
-        "a loss that is no mean",
-        "the forward returns the losses of all tokens",
-        forward('return *self.head(x, targets, "none"), {}'),
-        (),
-        refused={"eager": "GPT.forward returned"},
     ),
 ]

@@ -17,79 +17,9 @@ from scale.shards import local
 
 BUILD = "def build(name, groups, model, cfg):\n"
 ADAMW = "    return torch.optim.AdamW(groups, **options, fused=fused)\n"
-OF_MUON = '    if name == "muon":\n        parts ='
-VECTORS = '        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),\n'
 UPDATE = "        training.update(totals, norm)\n"
 PAGE = (ROOT / "docs/experiment.md").read_text()
 LION = re.search(r"```python\n(class Lion.*?)```", PAGE, re.S)[1] + "\n\n"  # the page's own text
-# lists of tensors in states, None, a Python number and a text
-SHAMPOO = '''class Shampoo(torch.optim.Optimizer):
-    """https://arxiv.org/abs/1802.09568, with roots that are computed in every second step."""
-
-    def __init__(self, params, lr, weight_decay=0.0, eps=1e-4):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, eps=eps))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if len(state) == 0:
-                    state["count"], state["kind"] = 0, "matrix" if p.dim() == 2 else "vector"
-                    sizes = p.shape if p.dim() == 2 else p.shape[:1]
-                    ones = [torch.eye(n, dtype=torch.float64) for n in sizes]
-                    state["factors"] = [group["eps"] * one for one in ones]
-                    state["roots"] = None
-                state["count"] += 1
-                g = p.grad.double()
-                if state["kind"] == "matrix":
-                    state["factors"][0] += g @ g.T
-                    state["factors"][1] += g.T @ g
-                else:
-                    state["factors"][0] += torch.outer(g, g)
-                if state["count"] % 2 == 1:
-                    state["roots"] = tuple(self.root(factor) for factor in state["factors"])
-                update = state["roots"][0] @ g
-                if state["kind"] == "matrix":
-                    update = update @ state["roots"][1]
-                p.add_(update.to(p.dtype), alpha=-group["lr"])
-
-    def root(self, factor):
-        values, vectors = torch.linalg.eigh(factor)
-        return vectors @ (values.clamp(min=1e-12) ** -0.25).diag() @ vectors.T
-
-
-'''
-KELLER = '''class KellerMuon(torch.optim.Optimizer):
-    """https://kellerjordan.github.io/posts/muon, as its author's repository has it."""
-
-    def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p.grad)
-                mean = state["momentum_buffer"]
-                mean.lerp_(p.grad, 1 - group["momentum"])
-                update = self.orthogonal(p.grad.lerp(mean, group["momentum"]))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * max(1, p.size(0) / p.size(1)) ** 0.5)
-
-    def orthogonal(self, x):
-        tall = x.size(0) > x.size(1)
-        x = x.mT if tall else x
-        x = x / (x.norm() + 1e-7)
-        for _ in range(5):
-            gram = x @ x.mT
-            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        return x.mT if tall else x
-
-
-'''
 ROUTED = '''class Routed(nn.Module):
     """Four MLPs; a router picks one for each token, and its bias evens out how often."""
 
@@ -178,54 +108,6 @@ def with_factors(optimizer, cfg):
     return optimizer
 
 
-class Both:
-    """Two optimizers in the plain loop."""
-
-    def __init__(self, *each):
-        self.each = each
-        self.param_groups = sum((one.param_groups for one in each), [])
-        self.state = {}
-
-    def zero_grad(self):
-        for one in self.each:
-            one.zero_grad()
-
-    def step(self):
-        for one in self.each:
-            one.step()
-        self.state = {p: state for one in self.each for p, state in one.state.items()}
-
-
-def vectors_apart(make):
-    """AdamW, and an optimizer of all parameters that are no matrices."""
-
-    def optimizer(model, cfg):
-        import optim
-
-        groups = optim.param_groups(model, cfg)
-        own = [group for group in groups if all(p.dim() < 2 for p in group["params"])]
-        others = [group for group in groups if group not in own]
-        adamw = torch.optim.AdamW(others, betas=(cfg.beta1, cfg.beta2))
-        return with_factors(Both(adamw, make(own, cfg)), cfg)
-
-    return optimizer
-
-
-def matrices_apart(make):
-    """AdamW with the eps that it has beside Muon, and an optimizer of the blocks' matrices."""
-
-    def optimizer(model, cfg):
-        import optim
-
-        groups = optim.param_groups(model, cfg)
-        own = [group for group in groups if group["optimizer"] == "muon"]
-        others = [group for group in groups if group["optimizer"] != "muon"]
-        adamw = torch.optim.AdamW(others, betas=(cfg.beta1, cfg.beta2), eps=1e-10)
-        return with_factors(Both(adamw, make(own, cfg)), cfg)
-
-    return optimizer
-
-
 def optimizer(name, what, text, call, make, in_modes, **more):
     """A patch with another optimizer in AdamW's place.
 
@@ -258,43 +140,6 @@ PATCHES = [
         sample=(modes.PLAIN, modes.RESUMED),
         settings=dict(lr=0.01),
     ),
-    optimizer(
-        "SGD with momentum",
-        "PyTorch's",
-        "",
-        "torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)",
-        lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9),
-        EVERYWHERE,
-        settings=dict(lr=0.1),
-    ),
-    optimizer(
-        "Shampoo",
-        "lists and tuples of float64 matrices, numbers and texts in its states",
-        SHAMPOO,
-        "Shampoo(groups, lr=cfg.lr)",
-        lambda groups, cfg: made(SHAMPOO, "Shampoo")(groups, lr=cfg.lr),
-        ROWS_ALONE,
-        sample=None,
-        settings=dict(lr=0.01),
-    ),
-    Patch(
-        "Keller Jordan's Muon",
-        "in place of ours, beside AdamW",
-        {
-            "optim.py": [
-                (BUILD, KELLER + BUILD),
-                (
-                    OF_MUON,
-                    '    if name == "muon":\n        return KellerMuon(groups, lr=cfg.lr)\n'
-                    + OF_MUON,
-                ),
-            ]
-        },
-        EVERYWHERE,
-        sample=None,
-        settings=dict(optimizer="muon", lr=0.01),
-        optimizer=matrices_apart(lambda groups, cfg: made(KELLER, "KellerMuon")(groups, lr=cfg.lr)),
-    ),
     Patch(
         "a stack of matrices",
         "each of which is one for Muon, as are the others of the block",
@@ -312,53 +157,6 @@ PATCHES = [
         sample=(modes.PLAIN,),
         settings=dict(optimizer="muon", lr=0.01),
         optimizer=lambda model, cfg: importlib.import_module("optim").make_optimizer(model, cfg),
-    ),
-    Patch(
-        "two optimizers at once",
-        "SGD for biases and norms, AdamW for the rest",
-        {
-            "optim.py": [
-                (VECTORS, VECTORS.replace("optimizer=beside", 'optimizer="sgd"')),
-                (
-                    OF_MUON,
-                    '    if name == "sgd":\n'
-                    "        return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n" + OF_MUON,
-                ),
-            ]
-        },
-        EVERYWHERE,
-        sample=None,
-        settings=dict(lr=0.01),
-        optimizer=vectors_apart(
-            lambda groups, cfg: torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)
-        ),
-    ),
-    Patch(
-        "a group with a rate of its own",
-        "biases and norms at a third of the rate",
-        {"optim.py": [(VECTORS, VECTORS.replace("lr=cfg.lr", "lr=cfg.lr / 3"))]},
-        EVERYWHERE,
-        sample=(modes.PLAIN,),
-        settings=dict(lr=0.01),
-        optimizer=of_groups(
-            lambda groups, cfg: torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2))
-        ),
-    ),
-    Patch(
-        "an optimizer that cannot skip",
-        "max_skipped_steps with an optimizer that does not know found_inf",
-        {"optim.py": [(ADAMW, "    return torch.optim.SGD(groups, lr=cfg.lr, momentum=0.9)\n")]},
-        (modes.DDP,),
-        sample=(),
-        settings=dict(max_skipped_steps=2),
-        refused={"eager": "needs an optimizer that knows found_inf", modes.DDP: "knows found_inf"},
-    ),
-    Patch(
-        "a parameter without an optimizer",
-        "biases and norms are left out of the groups",
-        {"optim.py": [(VECTORS, VECTORS), ('if group["params"]]\n', 'if group["params"]][:-1]\n')]},
-        (),
-        refused={"eager": "is in no group of the optimizer"},
     ),
     Patch(
         "a router's bias",

@@ -60,7 +60,6 @@ class Patch:
     modes: in which it must equal its own plain run in one process, or be refused there.
     sample: those of them that ./test.sh runs, (): one plain run; None: it leaves it to --all.
     refused: {mode: words of the one line that ends the run there}; "eager": it never runs.
-    wrong: {mode: what is known to be wrong there, an open issue}; no mode that holds is in it.
     """
 
     name: str
@@ -69,18 +68,14 @@ class Patch:
     modes: tuple
     sample: tuple | None = None
     refused: dict = dataclasses.field(default_factory=dict)
-    wrong: dict = dataclasses.field(default_factory=dict)
     settings: dict = dataclasses.field(default_factory=dict)
     file: Path | None = None
     adds: dict = dataclasses.field(default_factory=dict)
     # what the plain loop of plain.py does otherwise than for the sources as they are
     loss: Callable = own_loss  # (model, x, y) -> (loss, {extra: value}) of a step's whole batch
     make_loss: Callable | None = None  # cfg -> such a function, in place of `loss`
-    rows: Callable = lambda step: 8  # of a step
     length: Callable = lambda step: 32  # of the rows of a step
-    lr: Callable | None = None  # of a step
     optimizer: Callable | None = None  # (model, cfg) -> one, with its groups' factors if any
-    clip: Callable | None = None  # (parameters, step): changes gradients, instead of a clip
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has
     also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, or None

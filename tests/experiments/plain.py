@@ -67,18 +67,15 @@ def train(patch, cfg, folder):
         model.train()
         if two_forms:
             optimizer.average(False)
-        x, y = rows(first, patch.rows(step))
+        x, y = rows(first, 8)
         first += len(x)
         T = patch.length(step)
         loss, extras = loss_of(model, x.reshape(-1, T), y.reshape(-1, T))
         optimizer.zero_grad()
         loss.backward()
         parameters = [p for p in model.parameters() if p.grad is not None]
-        if patch.clip:
-            patch.clip(parameters, step)
-        else:
-            torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
-        lr = patch.lr(step) if patch.lr else optim.learning_rate(step, step / cfg.max_steps, cfg)
+        torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
+        lr = optim.learning_rate(step, step / cfg.max_steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("factor", 1.0)
         optimizer.step()

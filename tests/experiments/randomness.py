@@ -1,7 +1,7 @@
 """Patches that draw numbers with torch, numpy and Python, each of which remat must replay."""
 
 from experiments import patch as modes
-from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD, HIDDEN_CALL
+from experiments.losses import BLOCK_CLASS, BLOCK_FORWARD
 from experiments.patch import Patch
 
 IMPORTS = "import math\nfrom dataclasses import fields, replace\n"
@@ -15,21 +15,6 @@ CORE = "    core = staticmethod(kernels.attention)  # tokens mix here alone\n"
 ACTIVATION = '    return MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])\n'
 
 PATCHES = [
-    Patch(
-        "masked inputs, torch",
-        "a seventh of the inputs is replaced in training",
-        {
-            "model.py": [
-                (
-                    HIDDEN_CALL,
-                    "        if self.training:\n"
-                    "            idx = idx.masked_fill(torch.rand(idx.shape, device=idx.device) < "
-                    "0.15, 0)\n" + HIDDEN_CALL,
-                )
-            ]
-        },
-        RANDOM_IN_BLOCK,
-    ),
     Patch(
         "masked channels, numpy",
         "a block's input loses some channels, drawn with numpy",
@@ -49,25 +34,6 @@ PATCHES = [
             ]
         },
         RANDOM_IN_BLOCK,
-        sample=(modes.BLOCK, modes.RESUMED),
-    ),
-    Patch(
-        "a random factor, Python",
-        "what an MLP reads has a factor drawn with Python's random",
-        {
-            "model.py": [
-                (IMPORTS, WITH_RANDOM),
-                (
-                    BLOCK_FORWARD,
-                    BLOCK_FORWARD.replace(
-                        "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n",
-                        "        scale = random.uniform(0.5, 1.5) if self.training else 1.0\n"
-                        "        x = x + self.dropout(self.mlp(scale * self.norm_2(x)))\n",
-                    ),
-                ),
-            ]
-        },
-        (*RANDOM_IN_BLOCK, modes.COMPILED),
         sample=(modes.BLOCK, modes.RESUMED),
     ),
     Patch(
@@ -108,18 +74,5 @@ PATCHES = [
         },
         (modes.RESUMED, modes.BLOCK, modes.SELECTIVE, modes.ATTENTION),
         sample=(modes.SELECTIVE, modes.ATTENTION),
-    ),
-    Patch(
-        "dropout of values, torch",
-        "dropout on attention's output, inside of the block",
-        {
-            "model.py": [
-                (
-                    "        return self.proj(y)\n",
-                    "        return self.proj(F.dropout(y, 0.1, self.training))\n",
-                )
-            ]
-        },
-        RANDOM_IN_BLOCK,
     ),
 ]
