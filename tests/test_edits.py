@@ -35,7 +35,7 @@ import model as unedited
 import train
 from fast import forms, texts
 from fast.chips import best_attention
-from run import build, evaluate, sampling
+from run import build, evaluate, sampling, source
 from run.flops import ModelAnalysis
 from scale import activation_checkpointing, context_parallel, documents, memory, parallel
 from scale.shards import copy_into
@@ -577,7 +577,10 @@ def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(mon
     tokens, module = torch.randint(0, 200, (2, 8), device=DEVICE), None
     cfg = Config(**SHAPE | dict(attention="math", n_layer=1))
     for slope in (2.0, 3.0):
-        (tmp_path / "own_operator.py").write_text(OPERATOR.format(slope=slope))
+        text = OPERATOR.format(slope=slope)
+        (tmp_path / "own_operator.py").write_text(text)
+        # as of a file beside model.py
+        monkeypatch.setattr(source, "BEGAN", source.BEGAN | {"own_operator.py": text})
         module = importlib.reload(module) if module else importlib.import_module("own_operator")
         found = []
         for compiled in (False, True):
