@@ -128,8 +128,8 @@ def test_bad_words(word, message):
 
 @pytest.mark.parametrize("text, message", [
     ("n_layer = 2\nlr = (\n", "c.py:2: "),
-    ("n_layer = 2\nn_head = 3\n", "c.py:2: unknown setting n_head"),
-    ("n_layer = 'two'\n", "c.py:1: n_layer=two"),
+    ("n_layer = 2\nn_head = 3\n", "c.py: unknown setting n_head"),
+    ("n_layer = 'two'\n", "c.py: n_layer=two"),
     ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, text, message):

@@ -177,7 +177,9 @@ class Runs:
             self.ends |= {mode: self.end(mode, done) for mode in asked}
             return
         for mode in values[0]:
-            self.ends[mode] = max((value[mode] for value in values), key=lambda end: end[0] == 1)
+            self.ends[mode] = max(
+                (value[mode] for value in values), key=lambda end: (end[0] == 2, end[0])
+            )
 
     def end(self, mode, done):
         """How a run ended whose process did not tell."""

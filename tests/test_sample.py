@@ -110,7 +110,7 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
     if place != "jinja":
         (folder / "chat_template.jinja").unlink()
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        named = [dict(name=["x"], template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
+        named = [dict(name="tool", template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
         config["chat_template"] = TEMPLATE if place == "string" else named
         config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))

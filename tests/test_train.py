@@ -320,7 +320,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(batch_tokens=1000), "nearest: 896"),
+    (dict(batch_tokens=1000), "try 1024"),
     (dict(n_head=5, lr=-1), "n_head=5; lr=-1.0"),
     (dict(precision="tf32"), "precision=tf32"),
     (dict(device="meta"), "device=meta"),

@@ -74,7 +74,9 @@ class Patch:
     # what the plain loop of plain.py does otherwise than for the sources as they are
     loss: Callable = own_loss  # (model, x, y) -> (loss, {extra: value}) of a step's whole batch
     make_loss: Callable | None = None  # cfg -> such a function, in place of `loss`
+    rows: Callable = lambda step: 8  # of a step
     length: Callable = lambda step: 32  # of the rows of a step
+    lr: Callable | None = None  # of a step
     optimizer: Callable | None = None  # (model, cfg) -> one, with its groups' factors if any
     data: Callable | None = None  # (first row, rows) -> (x, y)
     extras: tuple = ()  # names that every line of a training step has

@@ -67,7 +67,7 @@ def train(patch, cfg, folder):
         model.train()
         if two_forms:
             optimizer.average(False)
-        x, y = rows(first, 8)
+        x, y = rows(first, patch.rows(step))
         first += len(x)
         T = patch.length(step)
         loss, extras = loss_of(model, x.reshape(-1, T), y.reshape(-1, T))
@@ -75,7 +75,7 @@ def train(patch, cfg, folder):
         loss.backward()
         parameters = [p for p in model.parameters() if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(parameters, cfg.clip)
-        lr = optim.learning_rate(step, step / cfg.max_steps, cfg)
+        lr = patch.lr(step) if patch.lr else optim.learning_rate(step, step / cfg.max_steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("factor", 1.0)
         optimizer.step()
