@@ -30,11 +30,12 @@ def train_with_fault(words, fault, at_rank, at_call):
     place = (GPT, "forward") if fault == "forward" else (TokenLoader, "next")
     function, count = getattr(*place), []
 
-    def next_batch(*arguments):
+    @functools.wraps(function)
+    def next_batch(*arguments, **options):
         count.append(1)
         if len(count) == at_call and os.environ.get("RANK", "0") == str(at_rank):
             FAULTS[fault]()
-        return function(*arguments)
+        return function(*arguments, **options)
 
     setattr(*place, next_batch)
     if not torch.cuda.is_available():

@@ -15,7 +15,7 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 BF16 = (
     "_norm_forward _norm_backward _cross_entropy _swiglu _swiglu_backward _relu2 _relu2_backward "
 )
-BF16 += "_rope_forward _rope_backward _attend _join"
+BF16 += "_rope_forward _rope_backward"
 FP8 = " _update_scale _cast _transpose _shrink _align"
 HOPPER = " _target_logits _exponential_rows"
 

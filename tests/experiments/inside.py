@@ -175,7 +175,7 @@ def export(out):
 
     folder = out.with_name("hf")
     with contextlib.redirect_stdout(io.StringIO()):
-        convert.main(convert.Config(checkpoint=str(out), to_hf=str(folder)))
+        convert.main(convert.Config(checkpoint=str(out), to_hf=str(folder), check=True))
     model, plain = trained(out), importlib.import_module("experiments.plain")
     idx = torch.arange(96).view(3, 32)
     with torch.no_grad():

@@ -95,7 +95,7 @@ BY_TOKEN = '''class MoE(nn.Module):
 
 
 '''
-HAS_MORE = "model.py has parameters that a Hugging Face gpt2 does not have"
+HAS_MORE = "model.py has other parameters than a gpt2"
 
 UNPATCHED = Patch(
     "no patch",
