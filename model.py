@@ -356,7 +356,12 @@ def allocate(model, device, seed=None):
             places.setdefault(parameter, []).append((module, name))
 
     def on_device(tensor):
-        return torch.full_like(tensor, torch.nan, device=device) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        made = torch.empty_like(tensor, device=device)  # of its class: FSDP2 asks it how to gather
+        if made.is_floating_point():
+            made.fill_(torch.nan)
+        return made
 
     model._apply(on_device).to(device)
     for (first, name), *others in places.values():
