@@ -215,8 +215,11 @@ class Saver:
         kept = 0
         for folder in reversed(folders(self.out_dir)):
             step = step_of(folder)
-            if step > self.last or step == self.best.get("step") or is_copy(folder):
+            if step > self.last or step == self.best.get("step"):
                 continue
+            with contextlib.suppress(CheckpointError):  # then it is damaged
+                if is_copy(folder, read_state(folder)):
+                    continue
             if kept == self.keep_last:
                 try:
                     remove(folder)
@@ -275,9 +278,10 @@ def files_of_rank(tensors, values):
 
 
 def names_that_differ(tensors, values):
-    """Names of the tensors, but those by rows, that the ranks have otherwise, and of "rank".
+    """Names of the tensors that each rank saves for itself.
 
-    Raises CheckpointError where what is no tensor differs.
+    They are a rank's own, of the group "rank", and those that are neither saved by rows nor the
+    same on all ranks. Raises CheckpointError where ranks differ in what is no tensor.
     """
     plain = {"the containers": values["tree"]}
     digests = {}
@@ -391,13 +395,14 @@ def step_of(folder):
     return int(Path(folder).name[-8:])
 
 
-def is_copy(folder):
+def read_state(folder):
+    """state.json of a checkpoint. Raises CheckpointError if it is absent or damaged."""
+    return files.read_json(Path(folder) / "state.json", CheckpointError, STATE_FORM)
+
+
+def is_copy(folder, state):
     """Whether a checkpoint's name and its state.json are of two steps."""
-    named = folder.match(f"step_{DIGITS}")
-    with contextlib.suppress(CheckpointError):
-        state = files.read_json(folder / "state.json", CheckpointError, STATE_FORM)
-        return named and state["step"] != step_of(folder)
-    return False
+    return folder.match(f"step_{DIGITS}") and state["step"] != step_of(folder)
 
 
 def read_best(out_dir):
@@ -476,7 +481,7 @@ def verify(folder, rank, ranks):
     tensors, state = read(folder)
     if "model" not in tensors:
         raise CheckpointError("it holds no weights")
-    if is_copy(folder):
+    if is_copy(folder, state):
         raise CheckpointError(f"it is of step {state['step']}: copied, or renamed")
 
 
@@ -500,7 +505,7 @@ def read(folder):
         merged = MergedTensor(f"{folder}: {name}", found, rows[group, name])
         tensors.setdefault(group, {})[name] = merged
     with as_user_error(f"{folder}/state.json is damaged", CheckpointError):
-        state = files.read_json(Path(folder) / "state.json", CheckpointError, STATE_FORM)
+        state = read_state(folder)
         shape_of(state["config"])
     return tensors, state
 
@@ -515,11 +520,17 @@ def shape_of(config):
 
 
 def open_whole(path):
-    """(folder, tensors, state) of `find` and `read`, while a run may prune what is found."""
+    """(folder, tensors, state) of `find` and `read`, while a run may prune what is found.
+
+    All ranks call it, and take the same one.
+    """
     for _ in range(5):
         folder = find(path)
-        with contextlib.suppress(CheckpointError):
-            return folder, *read(folder)
+        found = None
+        with contextlib.suppress(CheckpointError):  # it was removed since
+            found = read(folder)
+        if all(parallel.gather_objects(found is not None)):
+            return folder, *found
     raise CheckpointError(f"{path}: its checkpoints are removed while they are read")
 
 

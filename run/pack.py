@@ -165,12 +165,13 @@ def unpack(state, values, tensors):
     Tensors that the state has are filled, others are made.
     """
     now = layout(state.model)
+    beside = next(state.model.parameters())
     own_rank = all(now[name] == values[name] for name in ("ranks", "device"))
     there, _ = flattened(trees_of(state))
     leaves = dict(values["leaves"])
     for name, leaf in leaves.items():
         if isinstance(leaf, dict) and (own_rank or not name.startswith("rank/")):
-            leaves[name] = filled(name, there.get(name), values, tensors, state.model)
+            leaves[name] = filled(name, there.get(name), values, tensors, beside=beside, now=now)
     trees = pytree.tree_unflatten(leaves.values(), pytree.treespec_loads(values["tree"]))
     load_optimizer(state.optimizer, trees["optimizer"], state.model)
     warnings = load_own(state.own, trees["own"])
@@ -187,11 +188,13 @@ def unpack(state, values, tensors):
     return warnings
 
 
-def filled(name, there, values, tensors, model):
-    """The tensor of a name. there: what the state has in its place, if anything."""
+def filled(name, there, values, tensors, *, beside, now):
+    """The tensor of a name. there: what the state has in its place, if anything.
+
+    beside: a parameter, as which a new tensor is laid out; now: `layout` of the model.
+    """
     group, _, inner = name.partition("/")
     saved = tensors.get(group, {}).get(inner)
-    now = layout(model)
     leaf = values["leaves"][name]
     by_rows = "rows" in leaf
     if saved is None:
@@ -201,7 +204,6 @@ def filled(name, there, values, tensors, model):
         if not by_rows and saved.shape.numel() > 1 and now["shards"] != values["shards"]:
             own = f"{name} has the shape of no parameter and was saved by {values['shards']} shards"
             raise CheckpointError(f"{own}; go on with as many, not {now['shards']}")
-        beside = next(model.parameters())
         options = {"dtype": saved.dtype}
         if by_rows and isinstance(beside, DTensor):
             options |= dict(device_mesh=beside.device_mesh, placements=beside.placements)

@@ -104,7 +104,7 @@ def cropped(loader, cfg, eot):
         x, y = x[:2, :T].clone(), y[:2, :T]
         if eot is not None:
             x[:, separators(T)] = eot
-        if not (y >= 0).any():  # a long question
+        if not (y >= 0).any():  # a dialogue's long question: none of these targets has loss
             y = x.roll(-1, 1)
         found.append((x, y))
     return found

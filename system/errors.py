@@ -149,7 +149,7 @@ def fail(problems, code, follows=False):
     """Prints problems, which torchrun's report has too, and ends the process.
 
     Rank 0 does so at once. Another rank waits first, as does one whose error `follows` from the
-    end of another: what all have is told once, since torchrun then ends those that wait.
+    end of another. So an error that all ranks have is told once: torchrun ends those that wait.
     """
     rank, _, local_rank, _ = this_rank()
     words = "\n".join(map(str, problems))
