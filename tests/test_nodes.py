@@ -107,7 +107,8 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
     one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]
     train_here(data_dir, one, **settings)
     endless = settings | both | dict(max_steps=10**6, timeout_s=60)
-    kept, lost = running = start_nodes(flags(data_dir, cut, **endless), logs, each=2)
+    words = flags(data_dir, cut, **endless)
+    kept, lost = running = start_nodes(words, logs, each=2, numbered=True)
     try:
         wait_for(lambda: any("step       8/" in log.read_text() for log in logs))
         for pid in (lost.pid, *children(lost.pid)):

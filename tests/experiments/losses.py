@@ -145,6 +145,7 @@ PATCHES = [
         loss=two_ahead,
         refused=modes.MIXES,
         extras=("second",),
+        export=HAS_MORE,
     ),
     Patch(
         "experts without tokens",

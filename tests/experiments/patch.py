@@ -23,7 +23,7 @@ CONTEXT = "context"  # FSDP2 and context_parallel=2
 RESUMED_DDP, RESUMED_FSDP = "resumed ddp", "resumed fsdp"  # bitwise as DDP and FSDP go on
 RANKS = (DDP, FSDP, CONTEXT, RESUMED_DDP, RESUMED_FSDP)
 # refused with context parallelism: an edit for which a rank needs more than its part of a row
-MIXES = {CONTEXT: "context_parallel=2: the loss"}
+MIXES = {CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where new weights are zero
 
 # A change of the loss or loop counts targets and tokens; one of layers moves weights and tensors.
 OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
