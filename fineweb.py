@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +89,10 @@ def main(cfg):
             return tokenizer.rows([one.value for one in documents])
 
         progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
-        if progress.finished:
+        if progress.position is None:
             print(f"{out} is finished already; nothing was done")
         else:
-            first, _ = progress.position
-            batches = source.batches(out, source.tally, first)
+            batches = source.batches(out, source.tally, progress.position["document"])
             writer.write_shards(batches, encode, progress, source)
             progress.finish()
         # it names this machine, and the folder may be uploaded
@@ -116,8 +114,7 @@ def load_tokenizer(cfg, source, out):
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
-    if not (begun and path.exists()):
+    if not (path.exists() and (out / "manifest.json").exists()):
         batches = source.batches(out, Tally(cfg.skip_bad_documents))
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
@@ -130,7 +127,7 @@ def go_on(cfg, out, vocab_size, tokens):
         words[2:] = ["--init_from=hf:NAME_OR_FOLDER", "--lr=2e-5", "--document_mask"]
     elif cfg.tokenizer == "chars":
         words[2] = "config/shakespeare_char.py"
-    elif tokens < 10e6 or not shutil.which("nvidia-smi"):
+    elif tokens < 10e6:
         words[2] = "config/quickstart.py"
     words += [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
     return shlex.join(words)
@@ -275,19 +272,11 @@ class Source:
         if cfg.is_chat and "tools" in (data.column_names or ()):
             columns.append("tools")
         data = data.select_columns(columns)
-        if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
-            return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
-        number = first
-        for batch in data.skip(first).iter(batch_size=32):
-            for values in zip(*[batch[name] for name in columns]):
-                number += 1
-                record = dict(zip(columns, values))
-                if None in values[: len(cfg.keys)]:
-                    yield Document(f"document {number}", None)
-                else:
-                    yield document(f"document {number}", record, cfg.keys, tally)
+        if cfg.streaming or first < len(data):  # skip fails where all is in shards
+            for number, record in enumerate(data.skip(first), first + 1):
+                yield document(f"document {number}", record, cfg.keys, tally)
 
 
 def sliced(parts, begin, end):

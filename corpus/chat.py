@@ -18,7 +18,6 @@ from corpus.tokenizer import (
     file_beside,
     read_beside,
     special_tokens,
-    without_surrogates,
 )
 from system.errors import UserError
 
@@ -27,14 +26,14 @@ MARK = f"\ufdd0{uuid.uuid4().int}\ufdd0"
 ROLES = dict.fromkeys(("assistant", "model", "gpt", "bot", "ai", "chatgpt"), "assistant")
 ROLES |= dict.fromkeys(("user", "human"), "user") | {"system": "system"}
 SHAREGPT = {"from": "role", "value": "content"}  # its names for a message's keys
-WEIGHTS = ("weight", "train", "training")  # keys that say whether an answer carries loss
+# keys that say whether an answer carries loss; a train_detail, of axolotl, is refused
+WEIGHTS = ("weight", "train", "training", "train_detail")
 
 
 def stop_ids(folder, tokenizer):
     """The ids that a folder's files name, or its template writes, as the end of a text or reply."""
-    found = read_beside(folder, "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = read_beside(folder, "config.json").get("eos_token_id")
+    settings = read_beside(folder, "config.json") | read_beside(folder, "generation_config.json")
+    found = settings.get("eos_token_id")
     if not isinstance(found, list):
         found = [found]
     found += [eos_id(folder, tokenizer), Template(folder, tokenizer).end_of_turn()]
@@ -51,8 +50,7 @@ def template_of(folder):
     """The text of a folder's chat template, None if it has none."""
     path = file_beside(folder, "chat_template.jinja")
     if path:
-        with as_user_error(f"{path} cannot be read"):
-            return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
         return {one["name"]: one["template"] for one in found}.get("default")
@@ -130,7 +128,7 @@ class Template:
         values = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=reply)
         # a template computes, so that any error can come of it
         with as_user_error(f"{self.folder}: its chat template fails"):
-            text = without_surrogates(self.compiled.render(self.special | values))
+            text = self.compiled.render(self.special | values)
         pieces = text.split(MARK)  # every second one is an answer
         ends = [*itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [*zip(ends[::2], ends[1::2])]
@@ -177,28 +175,18 @@ class Template:
 
         The template may write that one behind what it marks, or as the next role's token.
         """
-        ids = encoded.ids
-        special = self.tokenizer.special.values()
         begins, ends = np.array(encoded.offsets).T  # in characters
-        inside = np.flatnonzero((ends > begin) & (begins < end))
-        if not len(inside):
+        first = np.searchsorted(ends, begin, "right")
+        after = np.searchsorted(begins, end)
+        if first == after:
             return 0, 0
-
-        def is_blank(place):
-            return ids[place] not in special and text[begins[place] : ends[place]].isspace()
-
-        first = inside[0]
-        last = inside[-1]
-        while last > first and is_blank(last):
-            last -= 1
-        if ids[last] in special:
-            return first, (inside[-1] if self.marks_answers else last) + 1
-        last = inside[-1] + 1
-        while last < len(ids) and is_blank(last):
-            last += 1
-        if last < len(ids) and ids[last] in special:
-            return first, last + 1
-        return first, inside[-1] + 1
+        # characters but for blanks: the answer's last one, and the next one behind it
+        last = begin + len(text[begin:end].rstrip()) - 1
+        behind = len(text) - len(text[end:].lstrip())
+        for place in np.searchsorted(ends, [last, behind], "right"):
+            if first <= place < len(ends) and encoded.ids[place] in self.tokenizer.special.values():
+                return first, (max(after, place + 1) if self.marks_answers else place + 1)
+        return first, after
 
     def end_of_turn(self):
         """The id of the special token that ends an answer, None if no template writes one."""
@@ -223,26 +211,18 @@ def carries_loss(message):
             raise DataError(f"{key}={message[key]!r} of a message; expected 0 or 1")
         if not message.get(key, True):
             return False
-    if "train_detail" in message:
-        raise DataError("train_detail of a message is not read; use train: false")
     return True
 
 
 def normalized(messages):
     """[{"role": ..., "content": ...}, ...] of messages, ShareGPT's too; DataError for others."""
-    wrong = DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-    if not isinstance(messages, list):
-        raise wrong
     found = []
-    for given in messages:
-        if not isinstance(given, dict):
-            raise wrong
-        # the package datasets adds None for a key that a message lacks
-        message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
-        role = message.get("role")
-        if not role or not isinstance(role, str):
-            raise wrong
-        found.append(message | {"role": ROLES.get(role.lower(), role)})
+    with as_user_error("expected a list of {role, content}", DataError):
+        for given in messages:
+            # the package datasets adds None for a key that a message lacks
+            message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
+            role = message["role"]
+            found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found
 
 

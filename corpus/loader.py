@@ -9,7 +9,6 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 `next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
-import contextlib
 import itertools
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import torch
 
 from corpus import DataError, mixture
 from corpus.prefetch import in_background, prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
+from corpus.shards import Shards, fingerprint, same_tokenizer, sampled_digest, whole_digest
 from system import files
 
 
@@ -91,13 +90,9 @@ class TokenLoader:
         self.warnings = []
         self._check(shards)
         names = [one.folder for one in shards]
-        self.fingerprint = fingerprint(names, self.split)
-        self.validation = None
-        self.whole = None
-        if self.split == "train":  # the same command is to validate on the same data
-            with contextlib.suppress(DataError):  # a folder may have none
-                self.validation = fingerprint(names, "val")
-            self.whole = in_background(whole_digests, names)
+        self.fingerprint = fingerprint(names, sampled_digest)
+        if self.split == "train":
+            self.whole = in_background(fingerprint, names, whole_digest)
         self._start_at(0)
 
     def _check(self, shards):
@@ -123,8 +118,6 @@ class TokenLoader:
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
-        if self.whole and self.whole.done():
-            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -183,7 +176,8 @@ class TokenLoader:
         """
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
-        if not any(self._has_loss(row) for row in range(rows)):
+        # targets are one token later than x
+        if not (rows and shards.read(1, rows * self.T)[1].any()):
             raise DataError(
                 f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with "
                 "loss; raise --eval_tokens"
@@ -195,11 +189,6 @@ class TokenLoader:
             x, y = self._to_device(batch)
             y[max(0, rows - own.start) :] = -100
             yield x, y
-
-    def _has_loss(self, row):
-        """Whether a target of a row of the validation has loss."""
-        _, has_loss = self.folders[0].shards.read(row * self.T + 1, self.T)
-        return has_loss.any()
 
     def documents(self, rows):
         """(rows,): number of the document in which a row begins; if eot is unknown, of the row."""
@@ -232,10 +221,8 @@ class TokenLoader:
             "shuffle_seed": self.shuffle_seed,
             "shares": [rows.weight for rows in self.folders],
         }
-        if self.validation:
-            state["validation"] = self.validation
         if self.rows:  # so that nothing waits at the start for files to be read
-            state |= self.whole.result()
+            state["whole_data"] = self.whole.result()
         return state
 
     def load_state_dict(self, state):
@@ -249,7 +236,7 @@ class TokenLoader:
         self.rows = rows
         changed = []
         own = self.state_dict()
-        for key in own:  # "validation" and the whole digests may be absent
+        for key in own:  # whole_data may be absent
             if state.get(key, own[key]) != own[key]:
                 changed.append(key)
         if changed:

@@ -12,7 +12,7 @@ import tiktoken
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
-from corpus import LONG, VOCABULARIES, as_user_error
+from corpus import LONG, as_user_error
 from corpus.prefetch import batched
 from system.errors import UserError, listed, warn
 from system.files import read_json, write_atomic
@@ -55,23 +55,16 @@ class Tokenizer:
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text; long ones are encoded in parts.
-
-        A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
-        """
+        """An array of ids (self.dtype) for each text; long ones are encoded in parts."""
         found = [[] for _ in texts]
-        for batch in batched(numbered_parts(texts), lambda item: len(item[1]), size=LONG):
-            rows = self._encode_some([part for _, part in batch])
-            for (number, _), row in zip(batch, rows):
+        numbered = ((i, part) for i, text in enumerate(texts) for part in parts([text]))
+        for batch in batched(numbered, lambda item: len(item[1]), size=LONG):
+            numbers, pieces = zip(*batch)
+            with as_user_error(f"tokenizer={self.name} fails"):
+                rows = self._encode([*pieces])
+            for number, row in zip(numbers, rows):
                 found[number].append(np.asarray(row, self.dtype))
         return [np.concatenate(rows) for rows in found]
-
-    def _encode_some(self, texts):
-        with as_user_error(f"tokenizer={self.name} fails"):
-            try:
-                return self._encode(texts)
-            except TypeError:  # of tokenizers, for a surrogate
-                return self._encode([without_surrogates(text) for text in texts])
 
     def rows(self, texts):
         """Yields the ids of each text after a separator."""
@@ -91,13 +84,6 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
-
-
-def numbered_parts(texts):
-    """Yields (number of the text, part of it) for parts of at most LONG characters."""
-    for number, text in enumerate(texts):
-        for part in parts([text]):
-            yield number, part
 
 
 def parts(chunks):
@@ -158,8 +144,9 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
 
     def __init__(self, name, data, folder=None):
-        self.inner, self.text = inner_tokenizer(name, data, folder)
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
+            self.text = data.decode()
+            self.inner = inner_tokenizer(name, self.text, folder)
             first = self.inner.encode("a").ids[:1]
             lost = not self._encode([UNKNOWN])[0]
         if lost:
@@ -209,34 +196,26 @@ class HuggingFace(Tokenizer):
         return self.text
 
 
-def inner_tokenizer(name, data, folder):
-    """(a tokenizer of the package tokenizers, the text of its tokenizer.json).
+def inner_tokenizer(name, text, folder):
+    """A tokenizer of the package tokenizers, of a tokenizer.json's text; it cuts and pads nothing.
 
-    It has no dropout, and cuts and pads nothing. Raises UserError where the folder's other files
-    name tokens that the tokenizer.json lacks.
+    Raises UserError where the folder's other files name tokens that the tokenizer.json lacks.
     """
-    with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-        text = data.decode()
-        inner = Inner.from_str(text)
-    dropout = getattr(inner.model, "dropout", None)
-    if dropout:
-        warn(
-            f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run"
-        )
-        inner.model.dropout = None
-        text = inner.to_str()
-    with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
+    inner = Inner.from_str(text)
+    if getattr(inner.model, "dropout", None):
+        raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
+    with as_user_error(f"tokenizer={name}: the files beside it cannot be read"):
         others = other_tokens(inner, folder)
     if others:
         raise UserError(
-            f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json has "
-            f"otherwise or lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+            f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
+            f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
             f".save_pretrained({str(folder)!r}) writes them into it"
         )
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True  # as ordinary characters
-    return inner, text
+    return inner
 
 
 def find_separators(special, begins_text, folder):
@@ -274,9 +253,7 @@ def read(name):
         ranks = {bytes([i]): i for i in range(256)}
         special = {"<|endoftext|>": 256}
         parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
-        tokenizer.known = range(256)  # the separator has no text
-        return tokenizer
+        return Tiktoken(name, tiktoken.Encoding(name, **parts))
     if built_in(name):
         with as_user_error(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
@@ -289,15 +266,11 @@ def read(name):
         tokenizer = HuggingFace(name, data, path.parent)
         tokenizer.folder = path.parent
         return tokenizer
-    others = [other for other in VOCABULARIES if Path(name, other).is_file()]
-    if others:
-        raise UserError(
-            f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by "
-            f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
-        )
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
-        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder"
+        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder; of other "
+        f"files transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r}) "
+        "makes one"
     )
 
 
@@ -366,45 +339,32 @@ def read_beside(folder, name):
     return read_json(path, form={}) if path else {}
 
 
+def token_files(folder):
+    """What special_tokens_map.json and tokenizer_config.json of a folder say."""
+    older = read_beside(folder, "special_tokens_map.json")
+    return older | read_beside(folder, "tokenizer_config.json")
+
+
+def content(token):
+    """The text of a token, which files write as a string or as an object with its `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def special_tokens(folder):
-    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
-    files = read_beside(folder, "special_tokens_map.json") | read_beside(
-        folder, "tokenizer_config.json"
-    )
-    found = {}
-    for key, value in files.items():
-        if isinstance(value, dict):
-            value = value.get("content")
-        if key.endswith("_token") and isinstance(value, str):
-            found[key] = without_surrogates(value)
-    return found
+    """{"bos_token": "<s>", ...} of the files beside a tokenizer."""
+    found = {key: content(value) for key, value in token_files(folder).items()}
+    return {k: v for k, v in found.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def other_tokens(inner, folder):
-    """Tokens of the files beside a tokenizer.json that it lacks, or has under another id."""
-    files = read_beside(folder, "special_tokens_map.json") | read_beside(
-        folder, "tokenizer_config.json"
-    )
-    named = [*special_tokens(folder).values()]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    """Tokens of the files beside a tokenizer.json that it lacks."""
+    files = token_files(folder)
+    named = [*special_tokens(folder).values(), *read_beside(folder, "added_tokens.json")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
         more = files.get(key) or []
         named += more.values() if isinstance(more, dict) else more
-    ids = {token.content: i for i, token in inner.get_added_tokens_decoder().items()}
-    wanted = read_beside(folder, "added_tokens.json")
-    for i, token in files.get("added_tokens_decoder", {}).items():
-        wanted[token["content"]] = int(i)
-    found = [token for token, i in wanted.items() if ids.get(token) != i]
-    for token in named:
-        if isinstance(token, dict):
-            token = token["content"]
-        if token not in ids:
-            found.append(token)
-    return sorted(set(found))
-
-
-def without_surrogates(text):
-    """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    return sorted({content(token) for token in named} - known)
 
 
 def byte_level_json(ranks, special, pattern):

@@ -412,7 +412,7 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
     ("{{ raise_exception('no') }}", said("user", "a", "assistant", "b"), "TemplateError"),
     (CHANGES, said("user", "a", "assistant", "b", "user", "c"), "message 2"),
     (PLAIN, "not a list", "content"),
-    (PLAIN, said("", "a"), "role"),
+    (PLAIN, [dict(content="a")], "role"),
     (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),
 ])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):

@@ -56,10 +56,10 @@ def prepare(out, dataset=SOURCES, **settings):
 @contextlib.contextmanager
 def stopped_after(count):
     """Ends `prepare` inside when it has recorded so many shards."""
-    add = writer.Progress.add
-    stop = lambda self, *args: 1 / 0 if len(self.shards) == count else add(self, *args)
+    save = writer.Progress._save
+    stop = lambda self, **more: 1 / 0 if len(self.shards) > count else save(self, **more)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(writer.Progress, "add", stop)
+        patch.setattr(writer.Progress, "_save", stop)
         yield
 
 
@@ -329,7 +329,7 @@ def test_disk_full(tmp_path, clean):
         full = path.name == "text_train_000003.bin"
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if full else limits)
         try:
-            before(path, data)
+            return before(path, data)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -339,7 +339,7 @@ def test_disk_full(tmp_path, clean):
             prepare(tmp_path / "d", **KILLS)
     one_line(error)
     whole = {f"text_train_{i:06d}.bin" for i in (1, 2)} | {"text_val_000000.bin"}
-    assert contents(tmp_path / "d").keys() == whole | {"progress.json"}
+    assert contents(tmp_path / "d").keys() == whole | {"manifest.json"}
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
 
@@ -350,8 +350,8 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "a.txt").write_text("hello " * 400)
     out = tmp_path / "d"
     (out / "dir.tmp").mkdir(parents=True)
-    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".progress.json.tmp"]
-    ours = [".progress.json.12.tmp", ".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"]
+    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".manifest.json.tmp"]
+    ours = [".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"]
     for name in users + ours:
         (out / name).write_text("mine")
     prepare(out, tmp_path / "a.txt", tokenizer="bytes")

@@ -139,7 +139,7 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
             read(tmp_path, path, skip_bad_documents=skip, **settings)
         assert name in one_line(error) and error.value.exit_code == code
     if code == 2:  # no hint that leads here
-        with pytest.raises(UserError, match="1 files in folders left out"):
+        with pytest.raises(UserError, match="1 files and links in folders left out"):
             read(tmp_path, tmp_path)
         with pytest.raises(UserError, match=word):
             read(tmp_path, f"{tmp_path}/*")
@@ -205,7 +205,7 @@ def test_links_in_a_folder_are_left_out_and_circles_end(tmp_path):
     ).items():
         os.symlink(target, folder / f"{name}.txt")
     texts, told = read(tmp_path, folder)
-    assert texts == ["A", "B"] and "3 links in" in told
+    assert texts == ["A", "B"] and "3 files and links in" in told
     assert read(tmp_path, folder / "file.txt")[0] == ["secret"], "by its name it is read"
 
 
