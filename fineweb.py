@@ -9,7 +9,6 @@
 A killed run goes on when it is started again.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -79,21 +78,15 @@ def main(cfg):
     with Lock(out) as lock:
         lock.take()
         tokenizer = load_tokenizer(cfg, source, out)
-        dialogues = None
+        encoder = tokenizer
         if cfg.is_chat:
-            dialogues = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
-
-        def encode(documents):
-            if dialogues:
-                return dialogues.rows(documents)
-            return tokenizer.rows([one.value for one in documents])
-
-        progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
+            encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
+        progress = writer.Progress(out, settings(cfg, source, encoder), tokenizer)
         if progress.position is None:
             print(f"{out} is finished already; nothing was done")
         else:
             batches = source.batches(out, source.tally, progress.position["document"])
-            writer.write_shards(batches, encode, progress, source)
+            writer.write_shards(batches, encoder.rows, progress, source)
             progress.finish()
         # it names this machine, and the folder may be uploaded
         (out / "run.lock").unlink(missing_ok=True)
@@ -161,33 +154,30 @@ def check_files(cfg, files):
     refuse(wrong)
 
 
-def settings(cfg, source, tokenizer, dialogues):
-    """The settings that decide the shards' bytes; a folder begun with other values is refused."""
-    apart = {"subset", "split", "out_dir"}
-    chosen = {key: value for key, value in vars(cfg).items() if key not in apart}
-    chosen |= {
+def settings(cfg, source, encoder):
+    """The settings that decide the shards' bytes; a folder begun with other values is refused.
+
+    encoder: the Tokenizer or the Dialogues.
+    """
+    chosen = vars(cfg) | {
         "dataset": source.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eot": tokenizer.eot,
-        "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
+        "val_tokens": val_tokens(cfg, source.files),
         "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
+        "tokenizer_sha256": encoder.digest(),
     }
-    if dialogues:
-        chosen["chat_sha256"] = dialogues.digest
-    if source.files is None:
-        chosen |= {"subset": cfg.subset, "split": cfg.split}
-    else:
+    if source.files is not None:
         chosen["contents_sha256"] = contents(source.files)
-    if cfg.val_tokens is None:
-        chosen["val_tokens"] = usual_val_tokens(cfg, source.files)
+    del chosen["out_dir"]
     return chosen
 
 
-def usual_val_tokens(cfg, files):
-    """How many tokens are held out where val_tokens is None (docs/data.md).
+def val_tokens(cfg, files):
+    """How many tokens are held out, also where val_tokens is None (docs/data.md).
 
     files: local ones; None: the hub's.
     """
+    if cfg.val_tokens is not None:
+        return cfg.val_tokens
     if alone(files):
         return 1  # its last tenth is a document, which is taken whole
     found = cfg.shard_tokens
@@ -201,21 +191,15 @@ def usual_val_tokens(cfg, files):
 
 
 class Source:
-    """The documents of the hub or of local files.
-
-    begun: how many documents there are of which later ones are parts of the last one.
-    """
+    """The documents of the hub or of local files."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
         self.files = local_files(self.name, self.tally)
-        self.begun = float("inf")
         if self.files:
             check_files(cfg, self.files)
-        if alone(self.files):
-            self.begun = 1 if cfg.val_tokens == 0 else 2
         self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
         if self.files and len(self.files) > 1:
             self.short = "text"
@@ -252,8 +236,8 @@ class Source:
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
             yield Document(path, "".join(read(cut, end)))
-        for part in parts(read(0, cut)):
-            yield Document(path, part)
+        for number, part in enumerate(parts(read(0, cut))):
+            yield Document(path, part, continues=number > 0)
 
     def _hub(self, first, tally):
         """The documents of a dataset of the hub."""

@@ -233,7 +233,7 @@ class Dialogues:
     """
 
     def __init__(self, tokenizer, tally, pairs):
-        folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
+        folder = tokenizer.folder
         self.tokenizer = tokenizer
         self.tally = tally
         self.pairs = pairs
@@ -243,8 +243,11 @@ class Dialogues:
         self.eos = eos_id(folder, tokenizer)  # ends a completion
         if self.eos is None:
             self.eos = tokenizer.eot
-        parts = json.dumps([self.template.text, self.template.special], sort_keys=True)
-        self.digest = hashlib.sha256(parts.encode()).hexdigest()
+
+    def digest(self):
+        """SHA-256 of what tells it from others: the tokenizer and the template."""
+        parts = [self.tokenizer.digest(), self.template.text, self.template.special]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def rows(self, documents):
         """Yields an array of (token, loss) for each Document, empty without answers."""

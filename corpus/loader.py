@@ -11,13 +11,14 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 
 import itertools
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import in_background, prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer, sampled_digest, whole_digest
+from corpus.prefetch import prefetched
+from corpus.shards import Shards, fingerprint, sampled_digest, whole_digest
 from system import files
 
 
@@ -92,7 +93,8 @@ class TokenLoader:
         names = [one.folder for one in shards]
         self.fingerprint = fingerprint(names, sampled_digest)
         if self.split == "train":
-            self.whole = in_background(fingerprint, names, whole_digest)
+            # in a thread, for which the end of the process does not wait
+            self.whole = ThreadPool(1).apply_async(fingerprint, (names, whole_digest))
         self._start_at(0)
 
     def _check(self, shards):
@@ -104,7 +106,8 @@ class TokenLoader:
                 f"{self.T + 1:,} for a row; lower --batch_tokens or --block_size"
             )
         for one in shards:
-            if not same_tokenizer(one, shards[0]):
+            same_ids = np.array_equal(one.token_bytes, self.token_bytes)  # None: unknown
+            if one.eot != self.eot or not same_ids:
                 raise DataError(
                     f"data_dir={self.data_dir}: {one.folder} has the tokenizer {one.tokenizer}, "
                     f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py "
@@ -222,7 +225,7 @@ class TokenLoader:
             "shares": [rows.weight for rows in self.folders],
         }
         if self.rows:  # so that nothing waits at the start for files to be read
-            state["whole_data"] = self.whole.result()
+            state["whole_data"] = self.whole.get()
         return state
 
     def load_state_dict(self, state):

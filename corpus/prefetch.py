@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import threading
 
 from corpus import LONG
 
@@ -37,17 +36,3 @@ def batched(items, size_of, most=256, size=LONG):
         batch.append(item)
     if batch:
         yield batch
-
-
-def in_background(call, *args):
-    """The Future of call(*args), in a thread for which the end of the process does not wait."""
-    future = concurrent.futures.Future()
-
-    def work():
-        try:
-            future.set_result(call(*args))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future

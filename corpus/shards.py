@@ -145,10 +145,10 @@ def find_shards(folder, split):
                 "or is not one of them, move it away"
             )
     if not names:
-        hint = MAKE_DATA
-        if split == "val":
-            hint = "make one, or train without: --eval_interval=0"
-        raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {hint}")
+        raise DataError(
+            f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {MAKE_DATA}; without "
+            "validation: --eval_interval=0"
+        )
     return [Path(folder, name) for name in names]
 
 
@@ -273,12 +273,3 @@ class Shards:
             position += len(part)
             count -= len(part)
         return np.concatenate(ids), np.concatenate(has_loss)
-
-
-def same_tokenizer(one, other):
-    """Whether the ids of two Shards mean the same, by each id's bytes where these are known."""
-    if one.eot != other.eot:
-        return False
-    if one.token_bytes is None or other.token_bytes is None:
-        return one.tokenizer == other.tokenizer
-    return np.array_equal(one.token_bytes, other.token_bytes)

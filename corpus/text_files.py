@@ -45,11 +45,15 @@ BEGINNINGS = {
 
 @dataclass
 class Document:
-    """where: its file and line, or its number. value: a text, messages, or (prompt, completion)."""
+    """where: its file and line, or its number. value: a text, messages, or (prompt, completion).
+
+    continues: whether it is a later part of the text of the document before it.
+    """
 
     where: str
     value: str | list | tuple | None  # None: it is left out
     tools: list | None = None  # of a dialogue
+    continues: bool = False
 
 
 class Tally:

@@ -4,12 +4,13 @@
 """
 
 import functools
+import hashlib
 import re
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import ByteLevelBPETokenizer, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from corpus import LONG, as_user_error
@@ -66,9 +67,9 @@ class Tokenizer:
                 found[number].append(np.asarray(row, self.dtype))
         return [np.concatenate(rows) for rows in found]
 
-    def rows(self, texts):
-        """Yields the ids of each text after a separator."""
-        for ids in self.encode_batch([text or "" for text in texts]):
+    def rows(self, documents):
+        """Yields the ids of each Document's text after a separator."""
+        for ids in self.encode_batch([one.value or "" for one in documents]):
             yield np.insert(ids, 0, self.eot)
 
     def encode(self, text):
@@ -76,8 +77,11 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        with as_user_error(f"tokenizer={self.name} fails"):
-            return self._decode([int(i) for i in ids])
+        return self._decode([int(i) for i in ids])
+
+    def digest(self):
+        """SHA-256 of what tells it from others: the separator and the bytes of each id."""
+        return hashlib.sha256(self.token_bytes().tobytes() + b"%d" % self.eot).hexdigest()
 
     def token_bytes(self):
         """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 if it is special; for bits per byte."""
@@ -132,7 +136,7 @@ class Tiktoken(Tokenizer):
         # {1,3}+ takes no second three in tiktoken, and any number of them in tokenizers
         pattern = self.encoding._pat_str.replace("}+", "}")
         text = byte_level_json(self.ranks, self.special, pattern)
-        ids = HuggingFace(self.name, text.encode()).encode(PROBE)
+        ids = HuggingFace(self.name, text).encode(PROBE)
         if ids != self.encoding.encode_ordinary(PROBE):
             raise UserError(
                 f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE"
@@ -141,15 +145,12 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
+    """A tokenizer.json, given as text, through the package tokenizers, with its folder's files."""
 
-    def __init__(self, name, data, folder=None):
-        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            self.text = data.decode()
-            self.inner = inner_tokenizer(name, self.text, folder)
-            first = self.inner.encode("a").ids[:1]
-            lost = not self._encode([UNKNOWN])[0]
-        if lost:
+    def __init__(self, name, text, folder=None):
+        self.inner = inner_tokenizer(name, text, folder)
+        first = self.inner.encode("a").ids[:1]
+        if not self._encode([UNKNOWN])[0]:
             warn(
                 f"tokenizer={name} drops characters that it lacks; one of bytes, or with "
                 "unk_token, does not"
@@ -161,12 +162,14 @@ class HuggingFace(Tokenizer):
         separators = find_separators(self.special, begins_text, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
-        self.byte_level = '"ByteLevel"' in self.text  # a character is a byte
+        self.text = text
+        self.byte_level = '"ByteLevel"' in text  # a character is a byte
         vocabulary = self.inner.get_vocab()
         lengths = {i: self._length(token) for token, i in vocabulary.items()}
         for i, token in added.items():
             lengths[i] = 0 if token.special else len(token.content.encode())
         super().__init__(name, max(vocabulary.values()) + 1, separators, lengths)
+        self.folder = folder
 
     def _length(self, token):
         """The bytes of the text of a token as it stands in the vocabulary."""
@@ -175,16 +178,14 @@ class HuggingFace(Tokenizer):
         return len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
 
     def _encode(self, texts):
+        self.inner.encode_special_tokens = True  # as ordinary characters
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def parse(self, text):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
-        try:
-            with as_user_error(f"tokenizer={self.name} fails"):
-                return self.inner.encode(text, add_special_tokens=False)
-        finally:
-            self.inner.encode_special_tokens = True
+        with as_user_error(f"tokenizer={self.name} fails"):
+            return self.inner.encode(text, add_special_tokens=False)
 
     def encode_special(self, text):
         return self.parse(text).ids
@@ -214,7 +215,6 @@ def inner_tokenizer(name, text, folder):
         )
     inner.no_truncation()
     inner.no_padding()
-    inner.encode_special_tokens = True  # as ordinary characters
     return inner
 
 
@@ -261,11 +261,8 @@ def read(name):
         ):
             return Tiktoken(name, tiktoken.get_encoding(name))
     if path and path.is_file():
-        with as_user_error(f"tokenizer={name} cannot be read"):
-            data = path.read_bytes()
-        tokenizer = HuggingFace(name, data, path.parent)
-        tokenizer.folder = path.parent
-        return tokenizer
+        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
+            return HuggingFace(name, path.read_text("utf-8"), path.parent)
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
         f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder; of other "
@@ -375,13 +372,11 @@ def byte_level_json(ranks, special, pattern):
         for i in range(1, len(word)):
             if word[:i] in words and word[i:] in words:
                 merges.append((word[:i], word[i:]))
-    # ignore_merges: a text that is a token as it stands is not merged from parts
-    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))
+    inner = ByteLevelBPETokenizer(words | special, merges)
+    inner.model.ignore_merges = True  # a text that is a token as it stands is not merged from parts
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
     inner.add_special_tokens(sorted(special, key=special.get))
     return inner.to_str()
 

@@ -35,34 +35,29 @@ def write_shards(batches, encode, progress, source):
 
     batches: of documents from progress.position on. encode: of a batch, an array for each.
     """
-    name = source.short
     given = progress.settings
+    least = given["min_document_tokens"] or 1
     with contextlib.closing(prefetched(batches, 2)) as batches:
-        first = progress.position["document"]
-        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1, source.begun)
+        rows = tokenized(batches, encode, progress.position["document"], least)
         if given["val_tokens"] and not progress.shards:
-            write_validation(rows, progress, name)
-        all_read = write_training(rows, progress, name)
-    val = progress.total("tokens", "val")
-    train = progress.total("tokens", "train")
-    if not val + train:
-        raise DataError(
-            f"dataset={source.name}: all documents are empty or left out; {source.tally}"
-        )
-    if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
-        raise DataError(
-            f"{val:,} of {val + train:,} tokens are for validation, by "
-            f"val_tokens={given['val_tokens']} in whole documents from the front: "
-            f"remove {progress.out} and lower it (0 for none), or give "
-            "another --shuffle_seed or more documents (a text file is one)"
-        )
+            write_validation(rows, progress, source.short)
+        write_training(rows, progress, source.short)
+    if not progress.total("tokens", "train"):
+        why = f"all documents are empty or left out; {source.tally}"
+        if val := progress.total("tokens"):
+            why = (
+                f"all {val:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
+                f"whole documents from the front: remove {progress.out} and lower it (0 for none), "
+                "or give another --shuffle_seed or more documents (a text file is one)"
+            )
+        raise DataError(f"dataset={source.name}: {why}")
 
 
-def tokenized(batches, encode, number, least, begun):
+def tokenized(batches, encode, number, least):
     """Yields (number, row) of documents of at least `least` tokens besides the separator."""
     for batch in batches:
-        for row in encode(batch):
-            if number >= begun:
+        for document, row in zip(batch, encode(batch)):
+            if document.continues:
                 yield number, row[1:]  # without the separator
             elif len(row) > least:
                 yield number, row
@@ -84,21 +79,16 @@ def write_validation(rows, progress, name):
 
 
 def write_training(rows, progress, name):
-    """Cuts the documents from progress.position on into shards.
-
-    Returns whether there are no more of them.
-    """
+    """Cuts the documents from progress.position on into shards."""
     # done: tokens of the first document, with pack of the first block, that are written
     done = progress.position["tokens"]
     pack = progress.settings["pack"]
     if pack:
         rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
     left = progress.room()
-    if not left:
-        return False
     parts = []
     for number, row in rows:
-        while done < len(row):
+        while left and done < len(row):
             part = row[done : done + left]
             parts.append(part)
             done += len(part)
@@ -107,12 +97,11 @@ def write_training(rows, progress, name):
                 progress.write_shard(name, "train", parts, dict(document=number, tokens=done))
                 parts = []
                 left = progress.room()
-                if not left:
-                    return False
+        if not left:
+            return
         done = 0
     if parts:
         progress.write_shard(name, "train", parts, dict(document=number, tokens=len(row)))
-    return True
 
 
 class Progress:
@@ -141,7 +130,7 @@ class Progress:
             self._save()
 
     def _go_on(self, saved):
-        """Takes a record of the same settings; UserError or DataError if it does not hold."""
+        """Takes a record of the same settings; UserError for others."""
         before = saved["settings"]
         for key in self.settings | before:
             if self.settings.get(key) != before.get(key):
@@ -151,13 +140,6 @@ class Progress:
                 )
         self.shards = saved["shards"]
         self.position = saved["next"]
-        for shard in self.shards:
-            path = self.out / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise DataError(
-                    f"{path} is missing, or not {shard['bytes']} bytes; restore it or remove "
-                    f"{self.out}"
-                )
 
     def room(self):
         """How many tokens the next training shard may have."""

@@ -10,6 +10,7 @@ import tiktoken
 from conftest import one_line
 
 from corpus import chat, tokenizer
+from corpus.text_files import Document
 from system.errors import UserError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -160,7 +161,7 @@ def test_a_document_begins_as_transformers_begins_a_text(first, adds, tmp_path):
     config["add_bos_token"] = adds == "config"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(tmp_path))
-    (row,) = tok.rows(["a</s>"])
+    (row,) = tok.rows([Document("", "a</s>")])
     assert tok.decode([tok.eot]) == first and row.tolist() == [tok.eot, 0]
     assert {1, tok.eot} <= tok.ends
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
