@@ -115,15 +115,13 @@ def load_tokenizer(cfg, source, out):
 
 def go_on(cfg, out, vocab_size, tokens):
     """The command that trains on so many tokens."""
-    words = ["python", "train.py", "config/modern_124m.py"]
+    recipe = "config/quickstart.py" if tokens < 10e6 else "config/modern_124m.py"
     if cfg.is_chat:
-        words[2:] = ["--init_from=hf:NAME_OR_FOLDER", "--lr=2e-5", "--document_mask"]
+        recipe = "--init_from=hf:NAME_OR_FOLDER --lr=2e-5 --document_mask"
     elif cfg.tokenizer == "chars":
-        words[2] = "config/shakespeare_char.py"
-    elif tokens < 10e6:
-        words[2] = "config/quickstart.py"
-    words += [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
-    return shlex.join(words)
+        recipe = "config/shakespeare_char.py"
+    words = [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
+    return f"python train.py {recipe} {shlex.join(words)}"
 
 
 def check(cfg):
@@ -209,8 +207,7 @@ class Source:
 
         out: where a copy of local files may be while it is shuffled.
         """
-        advice = AGAIN if self.files is None else ""
-        with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, advice):
+        with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, AGAIN):
             if self.files is None:
                 documents = self._hub(first, tally)
             else:
@@ -229,9 +226,9 @@ class Source:
         (path,) = self.files
 
         def read(begin, end):
-            return sliced(text_parts(path, self.cfg.keys, tally), begin, end)
+            return sliced(text_parts(path, self.cfg.keys, Tally()), begin, end)
 
-        end = sum(map(len, read(0, float("inf"))))
+        end = sum(map(len, text_parts(path, self.cfg.keys, tally)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)

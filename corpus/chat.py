@@ -90,7 +90,7 @@ class Template:
         self.tokenizer = tokenizer
         self.text = template_of(folder)
         self.special = special_tokens(folder)
-        self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "") is not None
+        self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "")
 
     @functools.cached_property
     def compiled(self):
@@ -209,9 +209,7 @@ def carries_loss(message):
     for key in WEIGHTS:
         if message.get(key, True) not in (0, 1):
             raise DataError(f"{key}={message[key]!r} of a message; expected 0 or 1")
-        if not message.get(key, True):
-            return False
-    return True
+    return all(message.get(key, True) for key in WEIGHTS)
 
 
 def normalized(messages):
@@ -277,8 +275,7 @@ class Dialogues:
         messages = normalized(messages)
         ids, loss = self.template.tokens(messages, tools)
         if not any(loss):
-            roles = ", ".join(message["role"] for message in messages[:4])
-            self.tally.add("dialogues without an answer left out", f"{document.where} ({roles})")
+            self.tally.add("dialogues without an answer left out", document.where)
             return [], []
         if ids[0] != self.tokenizer.eot:
             ids = [self.tokenizer.eot, *ids]

@@ -19,7 +19,6 @@ import torch
 from corpus import DataError, mixture
 from corpus.prefetch import prefetched
 from corpus.shards import Shards, fingerprint, sampled_digest, whole_digest
-from system import files
 
 
 class FolderRows:
@@ -87,7 +86,6 @@ class TokenLoader:
         self.tokenizer = shards[0].tokenizer
         self.eot = shards[0].eot
         self.token_bytes = shards[0].token_bytes
-        self.ids = shards[0].vocab_size
         self.warnings = []
         self._check(shards)
         names = [one.folder for one in shards]
@@ -233,10 +231,7 @@ class TokenLoader:
 
         Raises DataError for other data.
         """
-        rows = state.get("rows")
-        if not files.count(rows):
-            raise DataError(f"the checkpoint has no position in shards of tokens: rows={rows!r}")
-        self.rows = rows
+        self.rows = state["rows"]
         changed = []
         own = self.state_dict()
         for key in own:  # whole_data may be absent
@@ -250,11 +245,11 @@ class TokenLoader:
                     "to go on with it anyway: --allow_data_change"
                 )
             self.warnings.append(
-                f"other data than before ({differ}): goes on at row {rows:,}; some rows may be "
-                "read again, others left out"
+                f"other data than before ({differ}): goes on at row {self.rows:,}; some rows may "
+                "be read again, others left out"
             )
         self.close()
-        self._start_at(rows)
+        self._start_at(self.rows)
 
 
 class Repeated:

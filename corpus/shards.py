@@ -5,10 +5,10 @@ each document. Also read are nanoGPT's headerless train.bin and val.bin.
 """
 
 import bisect
-import concurrent.futures
 import hashlib
 import os
 import re
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -164,25 +164,19 @@ def fingerprint(folders, digest_of):
         lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
         known = listed(folder)
         paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".mask"))
-        with (
-            as_user_error(f"{folder} cannot be read", DataError),
-            concurrent.futures.ThreadPoolExecutor(8) as pool,
-        ):
-            lines += pool.map(digest_of, paths, [known.get(path.name) for path in paths])
+        with ThreadPool(8) as pool:
+            lines += pool.starmap(digest_of, [(path, known.get(path.name)) for path in paths])
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def sampled_digest(path, known=""):
-    """SHA-256 of a file's length and BLOCKS blocks spread over it, or all bytes of a small file."""
+    """SHA-256 of a file's length and BLOCKS blocks spread over it, which overlap in a small one."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(f"{known} {size} ".encode())
-        if size <= BLOCKS * BLOCK_BYTES:
-            found.update(file.read())
-        else:
-            for number in range(BLOCKS):  # the first and the last bytes too
-                file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
-                found.update(file.read(BLOCK_BYTES))
+        for number in range(BLOCKS):  # the first and the last bytes too
+            file.seek(number * max(0, size - BLOCK_BYTES) // (BLOCKS - 1))
+            found.update(file.read(BLOCK_BYTES))
     return found.hexdigest()
 
 
@@ -209,9 +203,7 @@ def verify(data_dir):
 
 def verify_file(path, sha256):
     """Raises DataError unless a file is there and has this SHA-256."""
-    found = "no file"
-    if path.is_file():
-        found = files.digest(path)[1]
+    found = files.digest(path)[1] if path.is_file() else "no file"
     if found != sha256:
         raise damaged(path, found, f"the manifest's SHA-256 {sha256}")
 

@@ -64,10 +64,9 @@ class Tally:
         self.found = {}
 
     def add(self, what, first):
-        """Counts one; the same `first` counts once, as of a file that is read twice."""
+        """Counts one."""
         count, one = self.found.get(what, (0, first))
-        if not count or first != one:
-            self.found[what] = (count + 1, one)
+        self.found[what] = (count + 1, one)
 
     def bad(self, where, why):
         """Counts a document that cannot be read; DataError unless such ones are to be left out."""
@@ -111,8 +110,7 @@ def local_files(dataset, tally):
         for path in paths:
             found += files_in(path, tally) if os.path.isdir(path) else [readable(path)]
         if not found:
-            others = str(tally) or "nothing else is there"
-            raise UserError(f"dataset={dataset}: no text file matches {part!r}; {others}")
+            raise UserError(f"dataset={dataset}: no text file matches {part!r}; {tally}")
         files |= dict.fromkeys(found)
     return [*files]
 

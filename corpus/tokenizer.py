@@ -61,9 +61,7 @@ class Tokenizer:
         numbered = ((i, part) for i, text in enumerate(texts) for part in parts([text]))
         for batch in batched(numbered, lambda item: len(item[1]), size=LONG):
             numbers, pieces = zip(*batch)
-            with as_user_error(f"tokenizer={self.name} fails"):
-                rows = self._encode([*pieces])
-            for number, row in zip(numbers, rows):
+            for number, row in zip(numbers, self._encode([*pieces])):
                 found[number].append(np.asarray(row, self.dtype))
         return [np.concatenate(rows) for rows in found]
 
@@ -132,12 +130,23 @@ class Tiktoken(Tokenizer):
         return self.encoding.decode([i for i in ids if i in self.known])
 
     def to_json(self):
-        """The text of a tokenizer.json, Hugging Face's format."""
+        """The text of a tokenizer.json, Hugging Face's format: BPE of bytes."""
+        words = {"".join(CHARACTERS[b] for b in token): i for token, i in self.ranks.items()}
+        merges = []  # every two tokens that make a third one
+        for word in sorted(words, key=words.get):
+            for i in range(1, len(word)):
+                if word[:i] in words and word[i:] in words:
+                    merges.append((word[:i], word[i:]))
+        inner = ByteLevelBPETokenizer(words | self.special, merges)
+        inner.model.ignore_merges = True  # what is a token as it stands is not merged from parts
         # {1,3}+ takes no second three in tiktoken, and any number of them in tokenizers
         pattern = self.encoding._pat_str.replace("}+", "}")
-        text = byte_level_json(self.ranks, self.special, pattern)
-        ids = HuggingFace(self.name, text).encode(PROBE)
-        if ids != self.encoding.encode_ordinary(PROBE):
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
+        inner.add_special_tokens(sorted(self.special, key=self.special.get))
+        text = inner.to_str()
+        if HuggingFace(self.name, text).encode(PROBE) != self.encode(PROBE):
             raise UserError(
                 f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE"
             )
@@ -157,9 +166,7 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        # what the tokenizer.json itself puts before a text
-        begins_text = [s for s, i in self.special.items() if [i] == first]
-        separators = find_separators(self.special, begins_text, folder)
+        separators = self._separators(first, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         self.text = text
@@ -170,6 +177,18 @@ class HuggingFace(Tokenizer):
             lengths[i] = 0 if token.special else len(token.content.encode())
         super().__init__(name, max(vocabulary.values()) + 1, separators, lengths)
         self.folder = folder
+
+    def _separators(self, first, folder):
+        """Ids that may precede a document, the best one first.
+
+        first: [id] that the tokenizer.json itself puts before a text.
+        """
+        names = [name for name, i in self.special.items() if [i] == first]
+        bos = special_tokens(folder).get("bos_token")
+        if token_files(folder).get("add_bos_token") is True:
+            names.append(bos)
+        names += [*SEPARATORS, bos]
+        return list(dict.fromkeys(self.special[name] for name in names if name in self.special))
 
     def _length(self, token):
         """The bytes of the text of a token as it stands in the vocabulary."""
@@ -205,9 +224,7 @@ def inner_tokenizer(name, text, folder):
     inner = Inner.from_str(text)
     if getattr(inner.model, "dropout", None):
         raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
-    with as_user_error(f"tokenizer={name}: the files beside it cannot be read"):
-        others = other_tokens(inner, folder)
-    if others:
+    if others := other_tokens(inner, folder):
         raise UserError(
             f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
             f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
@@ -216,19 +233,6 @@ def inner_tokenizer(name, text, folder):
     inner.no_truncation()
     inner.no_padding()
     return inner
-
-
-def find_separators(special, begins_text, folder):
-    """Ids that may precede a document, the best one first. special: {token: id}.
-
-    begins_text: names of tokens that the tokenizer.json itself puts before a text.
-    """
-    bos = special_tokens(folder).get("bos_token")
-    names = [*begins_text]
-    if read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True:
-        names.append(bos)
-    names += [*SEPARATORS, bos]
-    return list(dict.fromkeys(special[name] for name in names if name in special))
 
 
 def load(name, vocab_size=None):
@@ -250,10 +254,13 @@ def read(name):
     """As `load`, for a model of any size."""
     path = file_of(name)
     if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        special = {"<|endoftext|>": 256}
-        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        return Tiktoken(name, tiktoken.Encoding(name, **parts))
+        encoding = tiktoken.Encoding(
+            name,
+            pat_str=r"[\s\S]",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={"<|endoftext|>": 256},
+        )
+        return Tiktoken(name, encoding)
     if built_in(name):
         with as_user_error(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
@@ -261,7 +268,7 @@ def read(name):
         ):
             return Tiktoken(name, tiktoken.get_encoding(name))
     if path and path.is_file():
-        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
+        with as_user_error(f"tokenizer={name} cannot be read"):
             return HuggingFace(name, path.read_text("utf-8"), path.parent)
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
@@ -349,8 +356,8 @@ def content(token):
 
 def special_tokens(folder):
     """{"bos_token": "<s>", ...} of the files beside a tokenizer."""
-    found = {key: content(value) for key, value in token_files(folder).items()}
-    return {k: v for k, v in found.items() if k.endswith("_token") and isinstance(v, str)}
+    named = {key: content(token) for key, token in token_files(folder).items()}
+    return {k: v for k, v in named.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def other_tokens(inner, folder):
@@ -362,23 +369,6 @@ def other_tokens(inner, folder):
         named += more.values() if isinstance(more, dict) else more
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
     return sorted({content(token) for token in named} - known)
-
-
-def byte_level_json(ranks, special, pattern):
-    """A tokenizer.json's text, BPE of bytes, within the words that match `pattern`."""
-    words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
-    merges = []  # every two tokens that make a third one
-    for word in sorted(words, key=words.get):
-        for i in range(1, len(word)):
-            if word[:i] in words and word[i:] in words:
-                merges.append((word[:i], word[i:]))
-    inner = ByteLevelBPETokenizer(words | special, merges)
-    inner.model.ignore_merges = True  # a text that is a token as it stands is not merged from parts
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
-    inner.add_special_tokens(sorted(special, key=special.get))
-    return inner.to_str()
 
 
 def write_characters(batches, path):

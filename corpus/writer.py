@@ -27,7 +27,7 @@ OWN = ("manifest.json", "tokenizer.json", "token_bytes.npy")
 
 def written_here(name):
     """Whether fineweb.py writes a file of this name."""
-    return name in OWN or split_of(str(Path(name).with_suffix(".bin"))) is not None
+    return name in OWN or Path(name).suffix in (".bin", ".mask")
 
 
 def write_shards(batches, encode, progress, source):
@@ -123,23 +123,22 @@ class Progress:
         if self.manifest.exists():
             saved = files.read_json(self.manifest, DataError, RECORD)
         if saved and (saved["shards"] or saved["settings"] == settings):
-            self._go_on(saved)
+            self.shards = saved["shards"]
+            self.position = saved["next"]
+            self._check(saved["settings"])
         elif stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
             raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
         else:
             self._save()
 
-    def _go_on(self, saved):
-        """Takes a record of the same settings; UserError for others."""
-        before = saved["settings"]
+    def _check(self, before):
+        """Raises UserError for a folder that was begun with other settings."""
         for key in self.settings | before:
             if self.settings.get(key) != before.get(key):
                 raise UserError(
                     f"out_dir={self.out} was begun with {key}={before.get(key)}, not "
                     f"{self.settings.get(key)}; use another --out_dir, or remove it"
                 )
-        self.shards = saved["shards"]
-        self.position = saved["next"]
 
     def room(self):
         """How many tokens the next training shard may have."""
