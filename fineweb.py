@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +106,7 @@ def load_tokenizer(cfg, source, out):
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    if not (path.exists() and (out / "manifest.json").exists()):
+    if not (out / "manifest.json").exists():
         batches = source.batches(out, Tally(cfg.skip_bad_documents))
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
@@ -126,8 +125,8 @@ def go_on(cfg, out, vocab_size, tokens):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, max_tokens=1)
-    wrong = too_small(cfg, least | dict(shuffle_seed=0, pack=2, min_document_tokens=1))
+    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, shuffle_seed=0, pack=2)
+    wrong = too_small(cfg, least | dict(max_tokens=1, min_document_tokens=1))
     wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -138,17 +137,16 @@ def check(cfg):
 
 def check_files(cfg, files):
     """Refuses settings that do not suit local `files`."""
-    names = ["subset", "split", "revision", "streaming"]
-    wrong = without_effect(cfg, names, "is for the hub, not for files")
+    of_hub = ["subset", "split", "revision", "streaming"]
+    wrong = without_effect(cfg, of_hub, "is for the hub, not for files")
     if alone(files):
         wrong += without_effect(cfg, ["pack", "shuffle_seed"], "is for several documents")
         if cfg.val_tokens:
             wrong.append(
                 f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
             )
-    texts = [path for path in files if kind(path)[0] not in RECORDS]
-    if cfg.is_chat and texts:
-        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
+    if cfg.is_chat and not all(kind(path)[0] in RECORDS for path in files):
+        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}")
     refuse(wrong)
 
 
@@ -163,7 +161,7 @@ def settings(cfg, source, encoder):
         "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
         "tokenizer_sha256": encoder.digest(),
     }
-    if source.files is not None:
+    if source.files:
         chosen["contents_sha256"] = contents(source.files)
     del chosen["out_dir"]
     return chosen
@@ -179,7 +177,7 @@ def val_tokens(cfg, files):
     if alone(files):
         return 1  # its last tenth is a document, which is taken whole
     found = cfg.shard_tokens
-    if files is not None:
+    if files:
         # 1% of the tokens, which have one byte or about four; less of compressed files
         percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
         found = min(found, sum(map(os.path.getsize, files)) // percent)
@@ -198,8 +196,8 @@ class Source:
         self.files = local_files(self.name, self.tally)
         if self.files:
             check_files(cfg, self.files)
-        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
-        if self.files and len(self.files) > 1:
+        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name)
+        if not self.short or (self.files and len(self.files) > 1):
             self.short = "text"
 
     def batches(self, out, tally, first=0):
@@ -224,16 +222,13 @@ class Source:
         from corpus.tokenizer import parts
 
         (path,) = self.files
-
-        def read(begin, end):
-            return sliced(text_parts(path, self.cfg.keys, Tally()), begin, end)
-
-        end = sum(map(len, text_parts(path, self.cfg.keys, tally)))
+        keys = self.cfg.keys
+        end = sum(map(len, text_parts(path, keys, tally)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
-            yield Document(path, "".join(read(cut, end)))
-        for number, part in enumerate(parts(read(0, cut))):
+            yield Document(path, "".join(text_parts(path, keys, Tally(), cut)))
+        for number, part in enumerate(parts(text_parts(path, keys, Tally(), 0, cut))):
             yield Document(path, part, continues=number > 0)
 
     def _hub(self, first, tally):
@@ -242,8 +237,6 @@ class Source:
 
         cfg = self.cfg
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
         subset = cfg.subset
         if subset == Config.subset and self.name not in SHORT_NAMES.values():
             subset = None  # the default is one of FineWeb alone
@@ -258,15 +251,6 @@ class Source:
         if cfg.streaming or first < len(data):  # skip fails where all is in shards
             for number, record in enumerate(data.skip(first), first + 1):
                 yield document(f"document {number}", record, cfg.keys, tally)
-
-
-def sliced(parts, begin, end):
-    """Yields the characters from `begin` up to `end` of a text that is given in parts."""
-    at = 0
-    for part in parts:
-        last = min(len(part), max(0, end - at))
-        yield part[max(0, begin - at) : last]
-        at += len(part)
 
 
 def shuffled(documents, seed, path):

@@ -23,8 +23,8 @@ from system.errors import UserError
 
 # Before and after an answer while a template is rendered; a filter leaves digits as they are
 MARK = f"\ufdd0{uuid.uuid4().int}\ufdd0"
-ROLES = dict.fromkeys(("assistant", "model", "gpt", "bot", "ai", "chatgpt"), "assistant")
-ROLES |= dict.fromkeys(("user", "human"), "user") | {"system": "system"}
+ROLES = dict.fromkeys("assistant model gpt bot ai chatgpt".split(), "assistant")
+ROLES |= dict(user="user", human="user", system="system")
 SHAREGPT = {"from": "role", "value": "content"}  # its names for a message's keys
 # keys that say whether an answer carries loss; a train_detail, of axolotl, is refused
 WEIGHTS = ("weight", "train", "training", "train_detail")
@@ -114,7 +114,7 @@ class Template:
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
         text, _ = self.render(messages, reply=True)
         ids = self.tokenizer.encode_special(text)
-        if ids and max(ids) >= self.tokenizer.embedded:
+        if max(ids, default=0) >= self.tokenizer.embedded:
             raise UserError(
                 f"{self.folder}: its template gives the id {max(ids)}, which the model lacks"
             )
@@ -151,8 +151,7 @@ class Template:
         encoded = self.tokenizer.parse(text)
         loss = np.zeros(len(encoded.ids), bool)
         for begin, end in answers:
-            first, last = self._places(encoded, text, begin, end)
-            loss[first:last] = True
+            loss[self._place(encoded, text, begin, end)] = True
         return encoded.ids, loss
 
     def _answers(self, messages, tools, text):
@@ -170,23 +169,21 @@ class Template:
                 found.append((len(before), len(after)))
         return found
 
-    def _places(self, encoded, text, begin, end):
-        """(first, last + 1) of the tokens of an answer and of the special token that ends it.
+    def _place(self, encoded, text, begin, end):
+        """The slice of the tokens of an answer and of the special token that ends it.
 
         The template may write that one behind what it marks, or as the next role's token.
         """
         begins, ends = np.array(encoded.offsets).T  # in characters
         first = np.searchsorted(ends, begin, "right")
         after = np.searchsorted(begins, end)
-        if first == after:
-            return 0, 0
         # characters but for blanks: the answer's last one, and the next one behind it
         last = begin + len(text[begin:end].rstrip()) - 1
         behind = len(text) - len(text[end:].lstrip())
         for place in np.searchsorted(ends, [last, behind], "right"):
             if first <= place < len(ends) and encoded.ids[place] in self.tokenizer.special.values():
-                return first, (max(after, place + 1) if self.marks_answers else place + 1)
-        return first, after
+                return slice(first, max(after, place + 1) if self.marks_answers else place + 1)
+        return slice(first, after)
 
     def end_of_turn(self):
         """The id of the special token that ends an answer, None if no template writes one."""
@@ -198,7 +195,7 @@ class Template:
                 ids, loss = self.tokens(messages)
             except UserError:
                 continue
-            ends = [i for i, has_loss in zip(ids, loss) if has_loss]
+            ends = np.array(ids)[loss].tolist()
             if ends and ends[-1] in self.tokenizer.special.values():
                 return ends[-1]
         return None
@@ -254,7 +251,7 @@ class Dialogues:
             if document.value is not None:
                 try:
                     ids, loss = self._tokens(document)
-                except UserError as error:
+                except (UserError, ValueError) as error:  # its tools may be no JSON
                     self.tally.bad(document.where, error)
             row = np.zeros(len(ids), [("token", self.tokenizer.dtype), ("loss", bool)])
             row["token"] = ids
@@ -264,14 +261,13 @@ class Dialogues:
     def _tokens(self, document):
         """(ids, whether each carries loss) of a document."""
         messages = document.value
-        if self.pairs and self.template.text is None:
-            return self._pair(document)
         if self.pairs:
+            if self.template.text is None:
+                return self._pair(document)
             messages = [dict(role=r, content=c) for r, c in zip(("user", "assistant"), messages)]
         tools = document.tools
         if isinstance(tools, str):
-            with as_user_error("its tools are not JSON"):
-                tools = json.loads(tools)
+            tools = json.loads(tools)
         messages = normalized(messages)
         ids, loss = self.template.tokens(messages, tools)
         if not any(loss):

@@ -128,7 +128,7 @@ class TokenLoader:
 
     def _start_at(self, row):
         self.rows = row  # returned on all ranks together; prefetched ones do not count
-        self.prefetched = prefetched(self._batches(row), 2)  # the first `next` starts the thread
+        self.prefetched = prefetched(self._batches(row))  # the first `next` starts the thread
 
     def _batches(self, row):
         """Yields this rank's batches from a row of the run on, in the thread."""
@@ -201,8 +201,10 @@ class TokenLoader:
     def describe(self, tokens):
         """Rows of the start-up summary of a run over `tokens` tokens; None: they are not known."""
         epochs = f"{tokens / self.tokens:.2g} epochs, " if tokens else ""
-        words = f"{self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer or 'n/a'}"
-        found = [("data", f"{self.data_dir}: {words}")]
+        words = (
+            f"{self.data_dir}: {self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer}"
+        )
+        found = [("data", words)]
         if len(self.folders) > 1:
             for rows in self.folders:
                 part = rows.weight / len(self.turns)
@@ -216,7 +218,6 @@ class TokenLoader:
         """A run's position, after `rows` rows, and what tells other data from this."""
         state = {
             "rows": self.rows,
-            "tokens": self.tokens,
             "fingerprint": self.fingerprint,
             "block_size": self.T,
             "shuffle_seed": self.shuffle_seed,
@@ -232,21 +233,16 @@ class TokenLoader:
         Raises DataError for other data.
         """
         self.rows = state["rows"]
-        changed = []
-        own = self.state_dict()
-        for key in own:  # whole_data may be absent
-            if state.get(key, own[key]) != own[key]:
-                changed.append(key)
-        if changed:
-            differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)
+        differ = []
+        for key, own in self.state_dict().items():  # whole_data may be absent
+            if state.get(key, own) != own:
+                differ.append(f"{key} {own}, not {state[key]}")
+        if differ:
+            words = f"{self.data_dir} is not the data of the checkpoint: {'; '.join(differ)}"
             if not self.allow_data_change:
-                raise DataError(
-                    f"{self.data_dir} is not the data of the checkpoint: {differ}; "
-                    "to go on with it anyway: --allow_data_change"
-                )
+                raise DataError(f"{words}; to go on with it anyway: --allow_data_change")
             self.warnings.append(
-                f"other data than before ({differ}): goes on at row {self.rows:,}; some rows may "
-                "be read again, others left out"
+                f"{words}; goes on at row {self.rows:,}: rows may be read again or left out"
             )
         self.close()
         self._start_at(self.rows)

@@ -6,13 +6,13 @@ import concurrent.futures
 from corpus import LONG
 
 
-def prefetched(items, depth):
-    """Yields `items`, which a thread makes at most `depth` ahead; raises its exceptions here."""
+def prefetched(items):
+    """Yields `items`, which a thread makes at most two ahead; raises its exceptions here."""
     items = iter(items)
     end = object()
     pool = concurrent.futures.ThreadPoolExecutor(1)  # one thread makes them in their order
     try:
-        made = collections.deque(pool.submit(next, items, end) for _ in range(depth))
+        made = collections.deque(pool.submit(next, items, end) for _ in range(2))
         while True:
             item = made.popleft().result()  # waits for it
             if item is end:

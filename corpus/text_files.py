@@ -6,6 +6,7 @@ first of several frames of zstd, and names no line.
 
 import bz2
 import codecs
+import functools
 import glob
 import gzip
 import hashlib
@@ -14,8 +15,11 @@ import json
 import lzma
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyarrow.parquet
 
 from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
@@ -88,7 +92,7 @@ def kind(path):
 
 def alone(files):
     """Whether there is one document only, since `files`, from `local_files`, are one text."""
-    return files is not None and len(files) == 1 and kind(files[0])[0] not in RECORDS
+    return bool(files) and len(files) == 1 and kind(files[0])[0] not in RECORDS
 
 
 def local_files(dataset, tally):
@@ -186,14 +190,9 @@ def checked(record, keys):
     return record
 
 
-def zstd_open(file):
-    """Reads several frames, and tells of one that is cut; a window has at most 128 MB."""
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(file, "zstd")
-
-
-COMPRESSED = {".zst": zstd_open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+# pyarrow's reads several frames, and tells of one that is cut; a window has at most 128 MB
+ZSTD = functools.partial(pyarrow.CompressedInputStream, compression="zstd")
+COMPRESSED = {".zst": ZSTD, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def opened(path, keys):
@@ -220,8 +219,6 @@ def opened(path, keys):
 
 def records(path, keys, tally):
     """Yields the records of a file: {field: value}, or a line of JSON."""
-    import pyarrow.parquet
-
     suffix, _ = kind(path)
     if suffix not in RECORDS:
         yield {keys[0]: "".join(text_parts(path, keys, tally))}
@@ -230,8 +227,10 @@ def records(path, keys, tally):
         file, start = opened(path, keys)
         if suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
-            columns = {*keys, "tools"} & {*table.schema_arrow.names}
-            for batch in table.iter_batches(32, columns=[*columns] if columns >= {*keys} else None):
+            columns = [*keys, "tools"]  # those that are there are read
+            if not {*keys} <= {*table.schema_arrow.names}:
+                columns = None  # all of them, whose names are told
+            for batch in table.iter_batches(32, columns=columns):
                 yield from batch.to_pylist()
         elif start.startswith(b"["):
             yield from json.loads(file.read().decode("utf-8-sig"))
@@ -239,14 +238,19 @@ def records(path, keys, tally):
             yield from file
 
 
-def text_parts(path, keys, tally):
-    """Yields a text file in parts, without a byte order mark; U+FFFD where it is not UTF-8."""
+def text_parts(path, keys, tally, begin=0, end=sys.maxsize):
+    """Yields a text file's characters from `begin` up to `end` in parts, some of which are empty.
+
+    They have no byte order mark, and U+FFFD where the file is not UTF-8.
+    """
+    at = 0
     replaced = False
     with as_user_error(f"{path} cannot be read", DataError):
         file, _ = opened(path, keys)
         text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline="")
         while part := text.read(LONG):
-            replaced = replaced or "\ufffd" in part
-            yield part
+            replaced |= "\ufffd" in part
+            yield part[max(0, begin - at) : max(0, end - at)]
+            at += len(part)
     if replaced:
         tally.add("files with U+FFFD, as in place of bytes that are not UTF-8", path)

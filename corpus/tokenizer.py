@@ -42,7 +42,7 @@ class Tokenizer:
     """An interface of all tokenizers.
 
     eot: the id that precedes each document. ends: the ids that end one. lengths: {id: bytes of
-    text} of the ids that are not special.
+    text} of the ids that are not special. embedded: how many ids the model has, see `load`.
     """
 
     def __init__(self, name, vocab_size, separators, lengths):
@@ -52,7 +52,6 @@ class Tokenizer:
         self.ends = set(separators)
         self.lengths = lengths
         self.folder = None  # of the file that it was loaded from
-        self.embedded = vocab_size  # ids that the model has
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts):
@@ -113,9 +112,8 @@ class Tiktoken(Tokenizer):
     def __init__(self, name, encoding):
         self.encoding = encoding
         self.special = encoding._special_tokens
-        self.ranks = encoding._mergeable_ranks
         separators = [self.special[s] for s in SEPARATORS if s in self.special]
-        lengths = {i: len(token) for token, i in self.ranks.items()}
+        lengths = {i: len(token) for token, i in encoding._mergeable_ranks.items()}
         super().__init__(name, encoding.n_vocab, separators, lengths)
         self.known = {*lengths, *self.special.values()}
 
@@ -131,7 +129,8 @@ class Tiktoken(Tokenizer):
 
     def to_json(self):
         """The text of a tokenizer.json, Hugging Face's format: BPE of bytes."""
-        words = {"".join(CHARACTERS[b] for b in token): i for token, i in self.ranks.items()}
+        ranks = self.encoding._mergeable_ranks
+        words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
         merges = []  # every two tokens that make a third one
         for word in sorted(words, key=words.get):
             for i in range(1, len(word)):
@@ -157,7 +156,17 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, given as text, through the package tokenizers, with its folder's files."""
 
     def __init__(self, name, text, folder=None):
-        self.inner = inner_tokenizer(name, text, folder)
+        self.inner = Inner.from_str(text)
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        if getattr(self.inner.model, "dropout", None):
+            raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
+        if others := other_tokens(self.inner, folder):
+            raise UserError(
+                f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
+                f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r}) writes them into it"
+            )
         first = self.inner.encode("a").ids[:1]
         if not self._encode([UNKNOWN])[0]:
             warn(
@@ -185,7 +194,7 @@ class HuggingFace(Tokenizer):
         """
         names = [name for name, i in self.special.items() if [i] == first]
         bos = special_tokens(folder).get("bos_token")
-        if token_files(folder).get("add_bos_token") is True:
+        if token_files(folder).get("add_bos_token"):
             names.append(bos)
         names += [*SEPARATORS, bos]
         return list(dict.fromkeys(self.special[name] for name in names if name in self.special))
@@ -214,25 +223,6 @@ class HuggingFace(Tokenizer):
 
     def to_json(self):
         return self.text
-
-
-def inner_tokenizer(name, text, folder):
-    """A tokenizer of the package tokenizers, of a tokenizer.json's text; it cuts and pads nothing.
-
-    Raises UserError where the folder's other files name tokens that the tokenizer.json lacks.
-    """
-    inner = Inner.from_str(text)
-    if getattr(inner.model, "dropout", None):
-        raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
-    if others := other_tokens(inner, folder):
-        raise UserError(
-            f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
-            f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r}) writes them into it"
-        )
-    inner.no_truncation()
-    inner.no_padding()
-    return inner
 
 
 def load(name, vocab_size=None):
@@ -268,7 +258,7 @@ def read(name):
         ):
             return Tiktoken(name, tiktoken.get_encoding(name))
     if path and path.is_file():
-        with as_user_error(f"tokenizer={name} cannot be read"):
+        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
             return HuggingFace(name, path.read_text("utf-8"), path.parent)
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "

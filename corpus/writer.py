@@ -37,7 +37,7 @@ def write_shards(batches, encode, progress, source):
     """
     given = progress.settings
     least = given["min_document_tokens"] or 1
-    with contextlib.closing(prefetched(batches, 2)) as batches:
+    with contextlib.closing(prefetched(batches)) as batches:
         rows = tokenized(batches, encode, progress.position["document"], least)
         if given["val_tokens"] and not progress.shards:
             write_validation(rows, progress, source.short)
@@ -123,22 +123,19 @@ class Progress:
         if self.manifest.exists():
             saved = files.read_json(self.manifest, DataError, RECORD)
         if saved and (saved["shards"] or saved["settings"] == settings):
+            before = saved["settings"]
+            for key in settings | before:
+                if settings.get(key) != before.get(key):
+                    raise UserError(
+                        f"out_dir={out} was begun with {key}={before.get(key)}, not "
+                        f"{settings.get(key)}; use another --out_dir, or remove it"
+                    )
             self.shards = saved["shards"]
             self.position = saved["next"]
-            self._check(saved["settings"])
-        elif stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
+        elif stray := sorted(out.glob("*.bin")):
             raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
         else:
             self._save()
-
-    def _check(self, before):
-        """Raises UserError for a folder that was begun with other settings."""
-        for key in self.settings | before:
-            if self.settings.get(key) != before.get(key):
-                raise UserError(
-                    f"out_dir={self.out} was begun with {key}={before.get(key)}, not "
-                    f"{self.settings.get(key)}; use another --out_dir, or remove it"
-                )
 
     def room(self):
         """How many tokens the next training shard may have."""

@@ -125,7 +125,7 @@ OTHER = {"400": dict(content="<|im_start|>", special=True)}
 @pytest.mark.fault(114)
 @pytest.mark.parametrize("files, word", [
     ({}, "no such file"),
-    ({"tokenizer.json": "{}"}, "cannot be read"),
+    ({"tokenizer.json": "{}"}, "is not a tokenizer.json"),
     ({"tokenizer.json": "PANIC"}, "PanicException"),
     ({"tokenizer.json": "DROPOUT"}, "dropout"),
     ({"tokenizer.json": "GOOD", "tokenizer_config.json": {"added_tokens_decoder": OTHER}}, "im_st"),
