@@ -1,6 +1,7 @@
 """chat.py and masks against transformers, a loss written out and ranks; damage, bad dialogues."""
 
 import ast
+import functools
 import json
 import shutil
 import sysconfig
@@ -46,6 +47,7 @@ LLAMA3 = (  # the form of Llama 3's
 )
 
 
+@functools.cache
 def questions():
     """Dialogues of one to three turns on functions of Python's modules, answered by docstrings."""
     found, turns = [], []
