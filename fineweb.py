@@ -34,7 +34,7 @@ from corpus.text_files import (
     text_parts,
 )
 from system.errors import refuse
-from system.files import Lock, patiently
+from system.files import Lock, patiently, read_json
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
@@ -100,13 +100,14 @@ def main(cfg):
 
 
 def load_tokenizer(cfg, source, out):
-    """The Tokenizer; that of `chars` is first made of all documents, unless `out` was begun."""
+    """The Tokenizer; that of `chars` is first made of all documents, unless `out` has shards."""
     from corpus import tokenizer
 
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    if not (out / "manifest.json").exists():
+    manifest = out / "manifest.json"
+    if not (path.exists() and manifest.exists() and read_json(manifest)["shards"]):
         batches = source.batches(out, Tally(cfg.skip_bad_documents))
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
@@ -119,8 +120,8 @@ def go_on(cfg, out, vocab_size, tokens):
         recipe = "--init_from=hf:NAME_OR_FOLDER --lr=2e-5 --document_mask"
     elif cfg.tokenizer == "chars":
         recipe = "config/shakespeare_char.py"
-    words = [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
-    return f"python train.py {recipe} {shlex.join(words)}"
+    given = [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
+    return f"python train.py {recipe} {shlex.join(given)}"
 
 
 def check(cfg):
@@ -240,8 +241,14 @@ class Source:
         subset = cfg.subset
         if subset == Config.subset and self.name not in SHORT_NAMES.values():
             subset = None  # the default is one of FineWeb alone
-        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
-        data = patiently(datasets.load_dataset, self.name, **hub)
+        data = patiently(
+            datasets.load_dataset,
+            self.name,
+            name=subset,
+            split=cfg.split,
+            revision=cfg.revision,
+            streaming=cfg.streaming,
+        )
         columns = [*cfg.keys]
         if cfg.is_chat and "tools" in (data.column_names or ()):
             columns.append("tools")

@@ -201,10 +201,8 @@ class TokenLoader:
     def describe(self, tokens):
         """Rows of the start-up summary of a run over `tokens` tokens; None: they are not known."""
         epochs = f"{tokens / self.tokens:.2g} epochs, " if tokens else ""
-        words = (
-            f"{self.data_dir}: {self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer}"
-        )
-        found = [("data", words)]
+        words = f"{self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer}"
+        found = [("data", f"{self.data_dir}: {words}")]
         if len(self.folders) > 1:
             for rows in self.folders:
                 part = rows.weight / len(self.turns)

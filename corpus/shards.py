@@ -94,8 +94,8 @@ def read_header(path):
     if version != right or count <= 0 or size != need:
         raise damaged(
             path,
-            found=f"magic {magic}, version {version}, {count} tokens and {size} bytes",
-            expected=f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
+            f"magic {magic}, version {version}, {count} tokens and {size} bytes",
+            f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
         )
     return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
 

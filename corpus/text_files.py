@@ -114,7 +114,7 @@ def local_files(dataset, tally):
         for path in paths:
             found += files_in(path, tally) if os.path.isdir(path) else [readable(path)]
         if not found:
-            raise UserError(f"dataset={dataset}: no text file matches {part!r}; {tally}")
+            raise UserError(f"dataset={dataset}: no text file matches {part!r} {tally}")
         files |= dict.fromkeys(found)
     return [*files]
 

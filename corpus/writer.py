@@ -19,15 +19,17 @@ from system import files
 from system.errors import UserError
 
 COUNTS = dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
-# a document's number, and how many tokens from there on are written
-POSITION = {"document": files.count, "tokens": files.count}
-RECORD = {"settings": {}, "shards": [SHARD | COUNTS], "next": (POSITION, None)}
-OWN = ("manifest.json", "tokenizer.json", "token_bytes.npy")
+RECORD = {
+    "settings": {},
+    "shards": [SHARD | COUNTS],
+    "next": ({"document": files.count, "tokens": files.count}, None),
+}
 
 
 def written_here(name):
     """Whether fineweb.py writes a file of this name."""
-    return name in OWN or Path(name).suffix in (".bin", ".mask")
+    named = ("manifest.json", "tokenizer.json", "token_bytes.npy")
+    return name in named or Path(name).suffix in (".bin", ".mask")
 
 
 def write_shards(batches, encode, progress, source):

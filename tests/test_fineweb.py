@@ -191,6 +191,10 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
     (tmp_path / "input.txt").write_text(text)
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
+    (tmp_path / "other.txt").write_text("abc" * 99)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(writer, "write_shards", lambda *_: 1 / 0)  # killed before the first shard
+        prepare(tmp_path / "d", tmp_path / "other.txt", tokenizer="chars")
     with stopped_after(2):
         prepare(tmp_path / "d", **settings)
     said = prepare(tmp_path / "d", **settings)
