@@ -18,7 +18,7 @@ from test_fineweb import contents, prepare, shard_tokens, stopped_after
 import model as models
 import train
 from configurator import configure
-from corpus import chat, tokenizer
+from corpus import chat, packing, tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import mask_path, verify
@@ -297,14 +297,18 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
         [loader.close() for loader in loaders]
 
 
-def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tmp_path, chatml):
+def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
+    data, tmp_path, chatml, monkeypatch
+):
+    monkeypatch.setattr(packing, "DOCUMENTS", 40)  # a sixth of them
     _, file = data
     settings = dict(
         text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256
     )
     prepare(tmp_path / "d", file, **settings)
-    with stopped_after(3):
-        prepare(tmp_path / "stopped", file, **settings)
+    for count in (2, 3, 5):
+        with stopped_after(count):
+            prepare(tmp_path / "stopped", file, **settings)
     prepare(tmp_path / "stopped", file, **settings)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
 

@@ -308,20 +308,6 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     assert "packed for block_size=32768" in warning
 
 
-@pytest.mark.gpt2
-def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer.packing, "DOCUMENTS", 40)  # a fifth of them
-    settings = PACK
-    prepare(tmp_path / "whole", **settings)
-    whole = contents(tmp_path / "whole")
-    assert sum(name.endswith(".bin") for name in whole) == 19
-    for count in range(2, 19, 4):
-        with stopped_after(count):
-            prepare(tmp_path / "d", **settings)
-    prepare(tmp_path / "d", **settings)
-    assert contents(tmp_path / "d") == whole
-
-
 @pytest.mark.fault(25)
 @pytest.mark.gpt2
 def test_disk_full(tmp_path, clean):
