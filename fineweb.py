@@ -9,14 +9,11 @@
 A killed run goes on when it is started again.
 """
 
-import hashlib
 import itertools
 import json
 import os
 import re
 import shlex
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +34,7 @@ from corpus.text_files import (
     text_parts,
 )
 from system.errors import refuse
-from system.files import Lock, patiently
+from system.files import Lock, patiently, read_json
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
@@ -80,22 +77,15 @@ def main(cfg):
     with Lock(out) as lock:
         lock.take()
         tokenizer = load_tokenizer(cfg, source, out)
-        dialogues = None
+        encoder = tokenizer
         if cfg.is_chat:
-            dialogues = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
-
-        def encode(documents):
-            if dialogues:
-                return dialogues.rows(documents)
-            return tokenizer.rows([one.value for one in documents])
-
-        progress = writer.Progress(out, settings(cfg, source, tokenizer, dialogues), tokenizer)
-        if progress.finished:
+            encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
+        progress = writer.Progress(out, settings(cfg, source, encoder), tokenizer)
+        if progress.position is None:
             print(f"{out} is finished already; nothing was done")
         else:
-            first, _ = progress.position
-            batches = source.batches(out, source.tally, first)
-            writer.write_shards(batches, encode, progress, source)
+            batches = source.batches(out, source.tally, progress.position["document"])
+            writer.write_shards(batches, encoder.rows, progress, source)
             progress.finish()
         # it names this machine, and the folder may be uploaded
         (out / "run.lock").unlink(missing_ok=True)
@@ -110,14 +100,14 @@ def main(cfg):
 
 
 def load_tokenizer(cfg, source, out):
-    """The Tokenizer; that of `chars` is first made of all documents, unless `out` was begun."""
+    """The Tokenizer; that of `chars` is first made of all documents, unless `out` has shards."""
     from corpus import tokenizer
 
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    begun = (out / "progress.json").exists() or (out / "manifest.json").exists()
-    if not (begun and path.exists()):
+    manifest = out / "manifest.json"
+    if not (path.exists() and manifest.exists() and read_json(manifest)["shards"]):
         batches = source.batches(out, Tally(cfg.skip_bad_documents))
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
@@ -125,21 +115,19 @@ def load_tokenizer(cfg, source, out):
 
 def go_on(cfg, out, vocab_size, tokens):
     """The command that trains on so many tokens."""
-    words = ["python", "train.py", "config/modern_124m.py"]
+    recipe = "config/quickstart.py" if tokens < 10e6 else "config/modern_124m.py"
     if cfg.is_chat:
-        words[2:] = ["--init_from=hf:NAME_OR_FOLDER", "--lr=2e-5", "--document_mask"]
+        recipe = "--init_from=hf:NAME_OR_FOLDER --lr=2e-5 --document_mask"
     elif cfg.tokenizer == "chars":
-        words[2] = "config/shakespeare_char.py"
-    elif tokens < 10e6 or not shutil.which("nvidia-smi"):
-        words[2] = "config/quickstart.py"
-    words += [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
-    return shlex.join(words)
+        recipe = "config/shakespeare_char.py"
+    given = [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
+    return f"python train.py {recipe} {shlex.join(given)}"
 
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, max_tokens=1)
-    wrong = too_small(cfg, least | dict(shuffle_seed=0, pack=2, min_document_tokens=1))
+    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, shuffle_seed=0, pack=2)
+    wrong = too_small(cfg, least | dict(max_tokens=1, min_document_tokens=1))
     wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -150,51 +138,47 @@ def check(cfg):
 
 def check_files(cfg, files):
     """Refuses settings that do not suit local `files`."""
-    names = ["subset", "split", "revision", "streaming"]
-    wrong = without_effect(cfg, names, "is for the hub, not for files")
+    of_hub = ["subset", "split", "revision", "streaming"]
+    wrong = without_effect(cfg, of_hub, "is for the hub, not for files")
     if alone(files):
         wrong += without_effect(cfg, ["pack", "shuffle_seed"], "is for several documents")
         if cfg.val_tokens:
             wrong.append(
                 f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
             )
-    texts = [path for path in files if kind(path)[0] not in RECORDS]
-    if cfg.is_chat and texts:
-        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}, not {texts[0]}")
+    if cfg.is_chat and not all(kind(path)[0] in RECORDS for path in files):
+        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}")
     refuse(wrong)
 
 
-def settings(cfg, source, tokenizer, dialogues):
-    """The settings that decide the shards' bytes; a folder begun with other values is refused."""
-    apart = {"subset", "split", "out_dir"}
-    chosen = {key: value for key, value in vars(cfg).items() if key not in apart}
-    chosen |= {
+def settings(cfg, source, encoder):
+    """The settings that decide the shards' bytes; a folder begun with other values is refused.
+
+    encoder: the Tokenizer or the Dialogues.
+    """
+    chosen = vars(cfg) | {
         "dataset": source.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eot": tokenizer.eot,
-        "tokenizer_sha256": hashlib.sha256(tokenizer.token_bytes()).hexdigest(),
+        "val_tokens": val_tokens(cfg, source.files),
         "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
+        "tokenizer_sha256": encoder.digest(),
     }
-    if dialogues:
-        chosen["chat_sha256"] = dialogues.digest
-    if source.files is None:
-        chosen |= {"subset": cfg.subset, "split": cfg.split}
-    else:
+    if source.files:
         chosen["contents_sha256"] = contents(source.files)
-    if cfg.val_tokens is None:
-        chosen["val_tokens"] = usual_val_tokens(cfg, source.files)
+    del chosen["out_dir"]
     return chosen
 
 
-def usual_val_tokens(cfg, files):
-    """How many tokens are held out where val_tokens is None (docs/data.md).
+def val_tokens(cfg, files):
+    """How many tokens are held out, also where val_tokens is None (docs/data.md).
 
     files: local ones; None: the hub's.
     """
+    if cfg.val_tokens is not None:
+        return cfg.val_tokens
     if alone(files):
         return 1  # its last tenth is a document, which is taken whole
     found = cfg.shard_tokens
-    if files is not None:
+    if files:
         # 1% of the tokens, which have one byte or about four; less of compressed files
         percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
         found = min(found, sum(map(os.path.getsize, files)) // percent)
@@ -204,23 +188,17 @@ def usual_val_tokens(cfg, files):
 
 
 class Source:
-    """The documents of the hub or of local files.
-
-    begun: how many documents there are of which later ones are parts of the last one.
-    """
+    """The documents of the hub or of local files."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
         self.files = local_files(self.name, self.tally)
-        self.begun = float("inf")
         if self.files:
             check_files(cfg, self.files)
-        if alone(self.files):
-            self.begun = 1 if cfg.val_tokens == 0 else 2
-        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
-        if self.files and len(self.files) > 1:
+        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name)
+        if not self.short or (self.files and len(self.files) > 1):
             self.short = "text"
 
     def batches(self, out, tally, first=0):
@@ -228,8 +206,7 @@ class Source:
 
         out: where a copy of local files may be while it is shuffled.
         """
-        advice = AGAIN if self.files is None else ""
-        with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, advice):
+        with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, AGAIN):
             if self.files is None:
                 documents = self._hub(first, tally)
             else:
@@ -246,17 +223,14 @@ class Source:
         from corpus.tokenizer import parts
 
         (path,) = self.files
-
-        def read(begin, end):
-            return sliced(text_parts(path, self.cfg.keys, tally), begin, end)
-
-        end = sum(map(len, read(0, float("inf"))))
+        keys = self.cfg.keys
+        end = sum(map(len, text_parts(path, keys, tally)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
-            yield Document(path, "".join(read(cut, end)))
-        for part in parts(read(0, cut)):
-            yield Document(path, part)
+            yield Document(path, "".join(text_parts(path, keys, Tally(), cut)))
+        for number, part in enumerate(parts(text_parts(path, keys, Tally(), 0, cut))):
+            yield Document(path, part, continues=number > 0)
 
     def _hub(self, first, tally):
         """The documents of a dataset of the hub."""
@@ -264,39 +238,26 @@ class Source:
 
         cfg = self.cfg
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
         subset = cfg.subset
         if subset == Config.subset and self.name not in SHORT_NAMES.values():
             subset = None  # the default is one of FineWeb alone
-        hub = dict(name=subset, split=cfg.split, revision=cfg.revision, streaming=cfg.streaming)
-        data = patiently(datasets.load_dataset, self.name, **hub)
+        data = patiently(
+            datasets.load_dataset,
+            self.name,
+            name=subset,
+            split=cfg.split,
+            revision=cfg.revision,
+            streaming=cfg.streaming,
+        )
         columns = [*cfg.keys]
         if cfg.is_chat and "tools" in (data.column_names or ()):
             columns.append("tools")
         data = data.select_columns(columns)
-        if not cfg.streaming and first == len(data):  # all is in shards; skip fails there
-            return
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
-        number = first
-        for batch in data.skip(first).iter(batch_size=32):
-            for values in zip(*[batch[name] for name in columns]):
-                number += 1
-                record = dict(zip(columns, values))
-                if None in values[: len(cfg.keys)]:
-                    yield Document(f"document {number}", None)
-                else:
-                    yield document(f"document {number}", record, cfg.keys, tally)
-
-
-def sliced(parts, begin, end):
-    """Yields the characters from `begin` up to `end` of a text that is given in parts."""
-    at = 0
-    for part in parts:
-        last = min(len(part), max(0, end - at))
-        yield part[max(0, begin - at) : last]
-        at += len(part)
+        if cfg.streaming or first < len(data):  # skip fails where all is in shards
+            for number, record in enumerate(data.skip(first), first + 1):
+                yield document(f"document {number}", record, cfg.keys, tally)
 
 
 def shuffled(documents, seed, path):

@@ -31,7 +31,6 @@ def as_user_error(what, kind=UserError, advice=""):
         panic = type(error).__name__ == "PanicException"
         if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
             raise
-        if type(error).__name__ == "DatasetGenerationError":
-            error = error.__cause__ or error
+        error = error.__cause__ or error  # of datasets' errors, the one that says what is wrong
         brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise kind(f"{what}: {brief}{advice}") from None

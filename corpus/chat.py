@@ -18,23 +18,22 @@ from corpus.tokenizer import (
     file_beside,
     read_beside,
     special_tokens,
-    without_surrogates,
 )
 from system.errors import UserError
 
 # Before and after an answer while a template is rendered; a filter leaves digits as they are
 MARK = f"\ufdd0{uuid.uuid4().int}\ufdd0"
-ROLES = dict.fromkeys(("assistant", "model", "gpt", "bot", "ai", "chatgpt"), "assistant")
-ROLES |= dict.fromkeys(("user", "human"), "user") | {"system": "system"}
+ROLES = dict.fromkeys("assistant model gpt bot ai chatgpt".split(), "assistant")
+ROLES |= dict(user="user", human="user", system="system")
 SHAREGPT = {"from": "role", "value": "content"}  # its names for a message's keys
-WEIGHTS = ("weight", "train", "training")  # keys that say whether an answer carries loss
+# keys that say whether an answer carries loss; a train_detail, of axolotl, is refused
+WEIGHTS = ("weight", "train", "training", "train_detail")
 
 
 def stop_ids(folder, tokenizer):
     """The ids that a folder's files name, or its template writes, as the end of a text or reply."""
-    found = read_beside(folder, "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = read_beside(folder, "config.json").get("eos_token_id")
+    settings = read_beside(folder, "config.json") | read_beside(folder, "generation_config.json")
+    found = settings.get("eos_token_id")
     if not isinstance(found, list):
         found = [found]
     found += [eos_id(folder, tokenizer), Template(folder, tokenizer).end_of_turn()]
@@ -51,8 +50,7 @@ def template_of(folder):
     """The text of a folder's chat template, None if it has none."""
     path = file_beside(folder, "chat_template.jinja")
     if path:
-        with as_user_error(f"{path} cannot be read"):
-            return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     found = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several of them
         return {one["name"]: one["template"] for one in found}.get("default")
@@ -92,7 +90,7 @@ class Template:
         self.tokenizer = tokenizer
         self.text = template_of(folder)
         self.special = special_tokens(folder)
-        self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "") is not None
+        self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "")
 
     @functools.cached_property
     def compiled(self):
@@ -116,7 +114,7 @@ class Template:
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
         text, _ = self.render(messages, reply=True)
         ids = self.tokenizer.encode_special(text)
-        if ids and max(ids) >= self.tokenizer.embedded:
+        if max(ids, default=0) >= self.tokenizer.embedded:
             raise UserError(
                 f"{self.folder}: its template gives the id {max(ids)}, which the model lacks"
             )
@@ -130,7 +128,7 @@ class Template:
         values = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=reply)
         # a template computes, so that any error can come of it
         with as_user_error(f"{self.folder}: its chat template fails"):
-            text = without_surrogates(self.compiled.render(self.special | values))
+            text = self.compiled.render(self.special | values)
         pieces = text.split(MARK)  # every second one is an answer
         ends = [*itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [*zip(ends[::2], ends[1::2])]
@@ -153,8 +151,7 @@ class Template:
         encoded = self.tokenizer.parse(text)
         loss = np.zeros(len(encoded.ids), bool)
         for begin, end in answers:
-            first, last = self._places(encoded, text, begin, end)
-            loss[first:last] = True
+            loss[self._place(encoded, text, begin, end)] = True
         return encoded.ids, loss
 
     def _answers(self, messages, tools, text):
@@ -172,33 +169,21 @@ class Template:
                 found.append((len(before), len(after)))
         return found
 
-    def _places(self, encoded, text, begin, end):
-        """(first, last + 1) of the tokens of an answer and of the special token that ends it.
+    def _place(self, encoded, text, begin, end):
+        """The slice of the tokens of an answer and of the special token that ends it.
 
         The template may write that one behind what it marks, or as the next role's token.
         """
-        ids = encoded.ids
-        special = self.tokenizer.special.values()
         begins, ends = np.array(encoded.offsets).T  # in characters
-        inside = np.flatnonzero((ends > begin) & (begins < end))
-        if not len(inside):
-            return 0, 0
-
-        def is_blank(place):
-            return ids[place] not in special and text[begins[place] : ends[place]].isspace()
-
-        first = inside[0]
-        last = inside[-1]
-        while last > first and is_blank(last):
-            last -= 1
-        if ids[last] in special:
-            return first, (inside[-1] if self.marks_answers else last) + 1
-        last = inside[-1] + 1
-        while last < len(ids) and is_blank(last):
-            last += 1
-        if last < len(ids) and ids[last] in special:
-            return first, last + 1
-        return first, inside[-1] + 1
+        first = np.searchsorted(ends, begin, "right")
+        after = np.searchsorted(begins, end)
+        # characters but for blanks: the answer's last one, and the next one behind it
+        last = begin + len(text[begin:end].rstrip()) - 1
+        behind = len(text) - len(text[end:].lstrip())
+        for place in np.searchsorted(ends, [last, behind], "right"):
+            if first <= place < len(ends) and encoded.ids[place] in self.tokenizer.special.values():
+                return slice(first, max(after, place + 1) if self.marks_answers else place + 1)
+        return slice(first, after)
 
     def end_of_turn(self):
         """The id of the special token that ends an answer, None if no template writes one."""
@@ -210,7 +195,7 @@ class Template:
                 ids, loss = self.tokens(messages)
             except UserError:
                 continue
-            ends = [i for i, has_loss in zip(ids, loss) if has_loss]
+            ends = np.array(ids)[loss].tolist()
             if ends and ends[-1] in self.tokenizer.special.values():
                 return ends[-1]
         return None
@@ -221,28 +206,18 @@ def carries_loss(message):
     for key in WEIGHTS:
         if message.get(key, True) not in (0, 1):
             raise DataError(f"{key}={message[key]!r} of a message; expected 0 or 1")
-        if not message.get(key, True):
-            return False
-    if "train_detail" in message:
-        raise DataError("train_detail of a message is not read; use train: false")
-    return True
+    return all(message.get(key, True) for key in WEIGHTS)
 
 
 def normalized(messages):
     """[{"role": ..., "content": ...}, ...] of messages, ShareGPT's too; DataError for others."""
-    wrong = DataError(f"expected a list of {{role, content}}, got {messages!r:.90}")
-    if not isinstance(messages, list):
-        raise wrong
     found = []
-    for given in messages:
-        if not isinstance(given, dict):
-            raise wrong
-        # the package datasets adds None for a key that a message lacks
-        message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
-        role = message.get("role")
-        if not role or not isinstance(role, str):
-            raise wrong
-        found.append(message | {"role": ROLES.get(role.lower(), role)})
+    with as_user_error("expected a list of {role, content}", DataError):
+        for given in messages:
+            # the package datasets adds None for a key that a message lacks
+            message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
+            role = message["role"]
+            found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found
 
 
@@ -253,7 +228,7 @@ class Dialogues:
     """
 
     def __init__(self, tokenizer, tally, pairs):
-        folder = tokenizer.folder if isinstance(tokenizer, HuggingFace) else None
+        folder = tokenizer.folder
         self.tokenizer = tokenizer
         self.tally = tally
         self.pairs = pairs
@@ -263,8 +238,11 @@ class Dialogues:
         self.eos = eos_id(folder, tokenizer)  # ends a completion
         if self.eos is None:
             self.eos = tokenizer.eot
-        parts = json.dumps([self.template.text, self.template.special], sort_keys=True)
-        self.digest = hashlib.sha256(parts.encode()).hexdigest()
+
+    def digest(self):
+        """SHA-256 of what tells it from others: the tokenizer and the template."""
+        parts = [self.tokenizer.digest(), self.template.text, self.template.special]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def rows(self, documents):
         """Yields an array of (token, loss) for each Document, empty without answers."""
@@ -273,7 +251,7 @@ class Dialogues:
             if document.value is not None:
                 try:
                     ids, loss = self._tokens(document)
-                except UserError as error:
+                except (UserError, ValueError) as error:  # its tools may be no JSON
                     self.tally.bad(document.where, error)
             row = np.zeros(len(ids), [("token", self.tokenizer.dtype), ("loss", bool)])
             row["token"] = ids
@@ -283,19 +261,17 @@ class Dialogues:
     def _tokens(self, document):
         """(ids, whether each carries loss) of a document."""
         messages = document.value
-        if self.pairs and self.template.text is None:
-            return self._pair(document)
         if self.pairs:
+            if self.template.text is None:
+                return self._pair(document)
             messages = [dict(role=r, content=c) for r, c in zip(("user", "assistant"), messages)]
         tools = document.tools
         if isinstance(tools, str):
-            with as_user_error("its tools are not JSON"):
-                tools = json.loads(tools)
+            tools = json.loads(tools)
         messages = normalized(messages)
         ids, loss = self.template.tokens(messages, tools)
         if not any(loss):
-            roles = ", ".join(message["role"] for message in messages[:4])
-            self.tally.add("dialogues without an answer left out", f"{document.where} ({roles})")
+            self.tally.add("dialogues without an answer left out", document.where)
             return [], []
         if ids[0] != self.tokenizer.eot:
             ids = [self.tokenizer.eot, *ids]

@@ -9,17 +9,16 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 `next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
-import contextlib
 import itertools
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import torch
 
 from corpus import DataError, mixture
-from corpus.prefetch import in_background, prefetched
-from corpus.shards import Shards, fingerprint, same_tokenizer, whole_digests
-from system import files
+from corpus.prefetch import prefetched
+from corpus.shards import Shards, fingerprint, sampled_digest, whole_digest
 
 
 class FolderRows:
@@ -87,17 +86,13 @@ class TokenLoader:
         self.tokenizer = shards[0].tokenizer
         self.eot = shards[0].eot
         self.token_bytes = shards[0].token_bytes
-        self.ids = shards[0].vocab_size
         self.warnings = []
         self._check(shards)
         names = [one.folder for one in shards]
-        self.fingerprint = fingerprint(names, self.split)
-        self.validation = None
-        self.whole = None
-        if self.split == "train":  # the same command is to validate on the same data
-            with contextlib.suppress(DataError):  # a folder may have none
-                self.validation = fingerprint(names, "val")
-            self.whole = in_background(whole_digests, names)
+        self.fingerprint = fingerprint(names, sampled_digest)
+        if self.split == "train":
+            # in a thread, for which the end of the process does not wait
+            self.whole = ThreadPool(1).apply_async(fingerprint, (names, whole_digest))
         self._start_at(0)
 
     def _check(self, shards):
@@ -109,7 +104,8 @@ class TokenLoader:
                 f"{self.T + 1:,} for a row; lower --batch_tokens or --block_size"
             )
         for one in shards:
-            if not same_tokenizer(one, shards[0]):
+            same_ids = np.array_equal(one.token_bytes, self.token_bytes)  # None: unknown
+            if one.eot != self.eot or not same_ids:
                 raise DataError(
                     f"data_dir={self.data_dir}: {one.folder} has the tokenizer {one.tokenizer}, "
                     f"{shards[0].folder} has {self.tokenizer}; make one again with fineweb.py "
@@ -123,8 +119,6 @@ class TokenLoader:
     def next(self):
         """(x, y), int64 (B, T) on the device; y is one token later, -100 where it has no loss."""
         batch = next(self.prefetched)  # made by _batches
-        if self.whole and self.whole.done():
-            self.whole.result()  # raises DataError for a file that is not the manifest's
         self.rows += self.world * self.B
         return self._to_device(batch)
 
@@ -134,7 +128,7 @@ class TokenLoader:
 
     def _start_at(self, row):
         self.rows = row  # returned on all ranks together; prefetched ones do not count
-        self.prefetched = prefetched(self._batches(row), 2)  # the first `next` starts the thread
+        self.prefetched = prefetched(self._batches(row))  # the first `next` starts the thread
 
     def _batches(self, row):
         """Yields this rank's batches from a row of the run on, in the thread."""
@@ -183,7 +177,8 @@ class TokenLoader:
         """
         shards = self.folders[0].shards
         rows = self.eval_rows(tokens)
-        if not any(self._has_loss(row) for row in range(rows)):
+        # targets are one token later than x
+        if not (rows and shards.read(1, rows * self.T)[1].any()):
             raise DataError(
                 f"{self.data_dir}: eval_tokens={tokens} holds no row of block_size={self.T} with "
                 "loss; raise --eval_tokens"
@@ -196,11 +191,6 @@ class TokenLoader:
             y[max(0, rows - own.start) :] = -100
             yield x, y
 
-    def _has_loss(self, row):
-        """Whether a target of a row of the validation has loss."""
-        _, has_loss = self.folders[0].shards.read(row * self.T + 1, self.T)
-        return has_loss.any()
-
     def documents(self, rows):
         """(rows,): number of the document in which a row begins; if eot is unknown, of the row."""
         if self.eot is None:
@@ -211,7 +201,7 @@ class TokenLoader:
     def describe(self, tokens):
         """Rows of the start-up summary of a run over `tokens` tokens; None: they are not known."""
         epochs = f"{tokens / self.tokens:.2g} epochs, " if tokens else ""
-        words = f"{self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer or 'n/a'}"
+        words = f"{self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer}"
         found = [("data", f"{self.data_dir}: {words}")]
         if len(self.folders) > 1:
             for rows in self.folders:
@@ -226,16 +216,13 @@ class TokenLoader:
         """A run's position, after `rows` rows, and what tells other data from this."""
         state = {
             "rows": self.rows,
-            "tokens": self.tokens,
             "fingerprint": self.fingerprint,
             "block_size": self.T,
             "shuffle_seed": self.shuffle_seed,
             "shares": [rows.weight for rows in self.folders],
         }
-        if self.validation:
-            state["validation"] = self.validation
         if self.rows:  # so that nothing waits at the start for files to be read
-            state |= self.whole.result()
+            state["whole_data"] = self.whole.get()
         return state
 
     def load_state_dict(self, state):
@@ -243,28 +230,20 @@ class TokenLoader:
 
         Raises DataError for other data.
         """
-        rows = state.get("rows")
-        if not files.count(rows):
-            raise DataError(f"the checkpoint has no position in shards of tokens: rows={rows!r}")
-        self.rows = rows
-        changed = []
-        own = self.state_dict()
-        for key in own:  # "validation" and the whole digests may be absent
-            if state.get(key, own[key]) != own[key]:
-                changed.append(key)
-        if changed:
-            differ = "; ".join(f"{key} {own[key]}, not {state.get(key)}" for key in changed)
+        self.rows = state["rows"]
+        differ = []
+        for key, own in self.state_dict().items():  # whole_data may be absent
+            if state.get(key, own) != own:
+                differ.append(f"{key} {own}, not {state[key]}")
+        if differ:
+            words = f"{self.data_dir} is not the data of the checkpoint: {'; '.join(differ)}"
             if not self.allow_data_change:
-                raise DataError(
-                    f"{self.data_dir} is not the data of the checkpoint: {differ}; "
-                    "to go on with it anyway: --allow_data_change"
-                )
+                raise DataError(f"{words}; to go on with it anyway: --allow_data_change")
             self.warnings.append(
-                f"other data than before ({differ}): goes on at row {rows:,}; some rows may be "
-                "read again, others left out"
+                f"{words}; goes on at row {self.rows:,}: rows may be read again or left out"
             )
         self.close()
-        self._start_at(rows)
+        self._start_at(self.rows)
 
 
 class Repeated:

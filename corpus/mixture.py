@@ -21,19 +21,14 @@ def folders(data_dir):
     given = {}
     for part in parts:
         folder, weight = weighted(part) or (part, 0)
-        if weight <= 0:
-            raise UserError(
-                f"data_dir={data_dir}: {part!r} has no weight over 0; "
-                "write a mixture as data/a:0.7,data/b:0.3"
-            )
         given[folder] = given.get(folder, 0) + weight
     whole = sum(given.values())
     weights = []
     for folder, weight in given.items():
-        if FINEST * weight < whole:
+        if weight <= 0 or FINEST * weight < whole:
             raise UserError(
-                f"data_dir={data_dir}: {folder} has {weight / whole:.1g} of the weights; expected "
-                f"at least 1/{FINEST}"
+                f"data_dir={data_dir}: {folder!r} has the weight {weight:g}, expected at least "
+                f"1/{FINEST} of all; write a mixture as data/a:0.7,data/b:0.3"
             )
         weights.append(round(FINEST * weight / whole))
     divisor = math.gcd(*weights)

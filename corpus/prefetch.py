@@ -2,18 +2,17 @@
 
 import collections
 import concurrent.futures
-import threading
 
 from corpus import LONG
 
 
-def prefetched(items, depth):
-    """Yields `items`, which a thread makes at most `depth` ahead; raises its exceptions here."""
+def prefetched(items):
+    """Yields `items`, which a thread makes at most two ahead; raises its exceptions here."""
     items = iter(items)
     end = object()
     pool = concurrent.futures.ThreadPoolExecutor(1)  # one thread makes them in their order
     try:
-        made = collections.deque(pool.submit(next, items, end) for _ in range(depth))
+        made = collections.deque(pool.submit(next, items, end) for _ in range(2))
         while True:
             item = made.popleft().result()  # waits for it
             if item is end:
@@ -37,17 +36,3 @@ def batched(items, size_of, most=256, size=LONG):
         batch.append(item)
     if batch:
         yield batch
-
-
-def in_background(call, *args):
-    """The Future of call(*args), in a thread for which the end of the process does not wait."""
-    future = concurrent.futures.Future()
-
-    def work():
-        try:
-            future.set_result(call(*args))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future

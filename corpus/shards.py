@@ -5,17 +5,16 @@ each document. Also read are nanoGPT's headerless train.bin and val.bin.
 """
 
 import bisect
-import concurrent.futures
-import contextlib
 import hashlib
 import os
 import re
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 
 from corpus import DataError, as_user_error, mixture
-from corpus.tokenizer import built_in, fits
+from corpus.tokenizer import fits
 from system import files
 
 HEADER_BYTES = 1024
@@ -45,19 +44,15 @@ def damaged(path, found, expected):
 
 def read_manifest(folder):
     """The object in a folder's manifest.json, {} where there is no such file. Raises DataError."""
-
-    def error(words):
-        return DataError(f"{words}; remove it and {MAKE_DATA}")
-
     path = Path(folder, "manifest.json")
-    if path.exists():
-        return files.read_json(path, error, MANIFEST)
-    if Path(folder, "progress.json").exists():
+    if not path.exists():
+        return {}
+    manifest = files.read_json(path, DataError, MANIFEST)
+    if manifest.get("next"):
         raise DataError(
-            f"{folder} is half made, with progress.json and no manifest.json; "
-            "wait for fineweb.py, or run the same command again: it goes on"
+            f"{folder} is half made; wait for fineweb.py, or run the same command again: it goes on"
         )
-    return {}
+    return manifest
 
 
 def listed(folder):
@@ -99,8 +94,8 @@ def read_header(path):
     if version != right or count <= 0 or size != need:
         raise damaged(
             path,
-            found=f"magic {magic}, version {version}, {count} tokens and {size} bytes",
-            expected=f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
+            f"magic {magic}, version {version}, {count} tokens and {size} bytes",
+            f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
         )
     return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
 
@@ -127,102 +122,72 @@ def open_mask(path, tokens):
 
 
 def split_of(name):
-    """train or val: the last word but for the number in a shard's file name; None if neither."""
-    found = re.search(r"_(train|val)(?:_[^_]*)?\.bin$", name)
+    """train or val: the last word but for the number in a file's name; None if neither."""
+    found = re.search(r"(?:^|_)(train|val)(?:_[^_]*)?\.bin$", name)
     return found and found[1]
 
 
 def find_shards(folder, split):
     """Sorted paths of a split: the manifest's shards, or any, or nanoGPT's. Raises DataError."""
     if not os.path.isdir(folder):
-        why = "is a file, not a folder of shards" if os.path.exists(folder) else "does not exist"
-        raise DataError(f"data_dir={folder} {why}; {MAKE_DATA}, or ./quickstart.sh makes a first")
+        raise DataError(
+            f"data_dir={folder} is no folder that exists; {MAKE_DATA}, or ./quickstart.sh makes one"
+        )
     nanogpt = f"{split}.bin"
     names = [name for name in sorted(os.listdir(folder)) if split_of(name) == split]
-    if Path(folder, nanogpt).exists():
-        if names:
-            raise DataError(f"{folder} holds {names[0]} and {nanogpt}; keep one kind of the two")
-        names = [nanogpt]
+    if nanogpt in names and len(names) > 1:
+        raise DataError(f"{folder} holds {', '.join(names[-2:])}; keep one kind of the two")
     if "shards" in read_manifest(folder):
         expected = {name for name in listed(folder) if split_of(name) == split}
-        for name in sorted(expected ^ {*names}):
-            wrong = "is not one of them; move it away"
-            if name in expected:
-                wrong = "is missing; bring it back"
-            raise DataError(f"{folder}/manifest.json lists the shards, and {name} {wrong}")
+        if wrong := sorted(expected ^ {*names}):
+            raise DataError(
+                f"{folder}/manifest.json lists the shards: {wrong[0]} is missing, bring it back, "
+                "or is not one of them, move it away"
+            )
     if not names:
-        hint = MAKE_DATA
-        if split == "val":
-            hint = "make one, or train without: --eval_interval=0"
-        raise DataError(f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {hint}")
+        raise DataError(
+            f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {MAKE_DATA}; without "
+            "validation: --eval_interval=0"
+        )
     return [Path(folder, name) for name in names]
 
 
-def split_files(folder, split):
-    """The paths of a split's shards and of their masks."""
-    paths = find_shards(folder, split)
-    return paths + [mask_path(path) for path in paths if mask_path(path).is_file()]
+def fingerprint(folders, digest_of):
+    """A digest of what tells the data of `folders` from other data, of both splits.
 
-
-def fingerprint(folders, split):
-    """A digest of what tells a split's data from other data; for that no file is read whole.
-
-    It is made of separators, bytes of ids, the manifests' SHA-256 and blocks of every file.
-    Raises DataError.
+    It is made of separators, bytes of ids, and digest_of(path, the manifest's SHA-256 or None) of
+    every shard and mask. Raises DataError.
     """
     lines = []
     for folder in folders:
         manifest = read_manifest(folder)
         lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
-        paths = split_files(folder, split)
         known = listed(folder)
-        lines += [known.get(path.name, "") for path in paths]
-        with (
-            as_user_error(f"{folder} cannot be read", DataError),
-            concurrent.futures.ThreadPoolExecutor(8) as pool,
-        ):
-            lines += pool.map(sampled_digest, paths)
+        paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".mask"))
+        with ThreadPool(8) as pool:
+            lines += pool.starmap(digest_of, [(path, known.get(path.name)) for path in paths])
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def sampled_digest(path):
-    """SHA-256 of a file's length and BLOCKS blocks spread over it, or all bytes of a small file."""
+def sampled_digest(path, known=""):
+    """SHA-256 of a file's length and BLOCKS blocks spread over it, which overlap in a small one."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        found = hashlib.sha256(f"{size} ".encode())
-        if size <= BLOCKS * BLOCK_BYTES:
-            found.update(file.read())
-        else:
-            for number in range(BLOCKS):  # the first and the last bytes too
-                file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
-                found.update(file.read(BLOCK_BYTES))
+        found = hashlib.sha256(f"{known} {size} ".encode())
+        for number in range(BLOCKS):  # the first and the last bytes too
+            file.seek(number * max(0, size - BLOCK_BYTES) // (BLOCKS - 1))
+            found.update(file.read(BLOCK_BYTES))
     return found.hexdigest()
 
 
-def whole_digests(folders):
-    """{"whole_train": digest of every byte, "whole_val": ...}; takes a second for a GB to be read.
+def whole_digest(path, known):
+    """SHA-256 of all bytes, which takes a second for a GB to be read.
 
-    A file older than the manifest that lists it counts by the SHA-256 there. Raises DataError for
-    one that was changed since.
+    A file older than the manifest that lists it counts by the SHA-256 there.
     """
-    found = {}
-    for split in ("train", "val"):
-        digests = ""
-        for folder in folders:
-            known = listed(folder)
-            paths = []
-            with contextlib.suppress(DataError):  # a folder may have no validation
-                paths = split_files(folder, split)
-            for path in paths:
-                sha256 = known.get(path.name)
-                if sha256 is None:
-                    sha256 = files.digest(path)[1]
-                elif path.stat().st_mtime_ns >= Path(folder, "manifest.json").stat().st_mtime_ns:
-                    verify_file(path, sha256)
-                digests += sha256
-        if digests:
-            found[f"whole_{split}"] = hashlib.sha256(digests.encode()).hexdigest()
-    return found
+    if known and path.stat().st_mtime_ns < path.with_name("manifest.json").stat().st_mtime_ns:
+        return known
+    return files.digest(path)[1]
 
 
 def verify(data_dir):
@@ -238,9 +203,7 @@ def verify(data_dir):
 
 def verify_file(path, sha256):
     """Raises DataError unless a file is there and has this SHA-256."""
-    found = "no file"
-    if path.is_file():
-        found = files.digest(path)[1]
+    found = files.digest(path)[1] if path.is_file() else "no file"
     if found != sha256:
         raise damaged(path, found, f"the manifest's SHA-256 {sha256}")
 
@@ -259,7 +222,8 @@ class Shards:
         self.eot = manifest.get("eot")
         self.pack = manifest.get("settings", {}).get("pack")
         self.token_bytes = read_token_bytes(folder)
-        self.tokenizer = tokenizer_of(folder, manifest)
+        own = Path(folder, "tokenizer.json")  # also where the manifest's path is of another machine
+        self.tokenizer = str(own) if own.is_file() else manifest.get("tokenizer")
         if vocab_size is not None and (self.vocab_size or 0) > vocab_size:
             if self.token_bytes is None or not fits(vocab_size, self.token_bytes, self.eot):
                 raise DataError(
@@ -301,21 +265,3 @@ class Shards:
             position += len(part)
             count -= len(part)
         return np.concatenate(ids), np.concatenate(has_loss)
-
-
-def tokenizer_of(folder, manifest):
-    """The manifest's tokenizer, or the folder's own file where that is gone, as after a move."""
-    name = manifest.get("tokenizer")
-    own = Path(folder, "tokenizer.json")
-    if own.is_file() and not (name and (built_in(name) or Path(name).exists())):
-        return str(own)
-    return name
-
-
-def same_tokenizer(one, other):
-    """Whether the ids of two Shards mean the same, by each id's bytes where these are known."""
-    if one.eot != other.eot:
-        return False
-    if one.token_bytes is None or other.token_bytes is None:
-        return one.tokenizer == other.tokenizer
-    return np.array_equal(one.token_bytes, other.token_bytes)

@@ -6,6 +6,7 @@ first of several frames of zstd, and names no line.
 
 import bz2
 import codecs
+import functools
 import glob
 import gzip
 import hashlib
@@ -14,7 +15,11 @@ import json
 import lzma
 import os
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet
 
 from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
@@ -27,7 +32,7 @@ SUFFIXES = (
     ".sh .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .java .js .jsx .ts .tsx .go .rs .rb .php "
     ".pl .pm .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
 ).split()
-OURS = ("progress.json", "manifest.json", "tokenizer.json")  # of shards that lie among the texts
+OURS = ("manifest.json", "tokenizer.json")  # of shards that lie among the texts
 CHATS = (("messages",), ("conversations",))  # fields of dialogues
 # How files begin that hold something else than their name says
 BEGINNINGS = {
@@ -44,11 +49,15 @@ BEGINNINGS = {
 
 @dataclass
 class Document:
-    """where: its file and line, or its number. value: a text, messages, or (prompt, completion)."""
+    """where: its file and line, or its number. value: a text, messages, or (prompt, completion).
+
+    continues: whether it is a later part of the text of the document before it.
+    """
 
     where: str
     value: str | list | tuple | None  # None: it is left out
     tools: list | None = None  # of a dialogue
+    continues: bool = False
 
 
 class Tally:
@@ -59,10 +68,9 @@ class Tally:
         self.found = {}
 
     def add(self, what, first):
-        """Counts one; the same `first` counts once, as of a file that is read twice."""
+        """Counts one."""
         count, one = self.found.get(what, (0, first))
-        if not count or first != one:
-            self.found[what] = (count + 1, one)
+        self.found[what] = (count + 1, one)
 
     def bad(self, where, why):
         """Counts a document that cannot be read; DataError unless such ones are to be left out."""
@@ -84,7 +92,7 @@ def kind(path):
 
 def alone(files):
     """Whether there is one document only, since `files`, from `local_files`, are one text."""
-    return files is not None and len(files) == 1 and kind(files[0])[0] not in RECORDS
+    return bool(files) and len(files) == 1 and kind(files[0])[0] not in RECORDS
 
 
 def local_files(dataset, tally):
@@ -104,13 +112,9 @@ def local_files(dataset, tally):
         paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
         for path in paths:
-            if os.path.isdir(path):
-                found += files_in(path, tally)
-            elif os.path.exists(path):  # no dangling link
-                found.append(readable(path))
+            found += files_in(path, tally) if os.path.isdir(path) else [readable(path)]
         if not found:
-            others = str(tally) or "nothing else is there"
-            raise UserError(f"dataset={dataset}: no text file matches {part!r}; {others}")
+            raise UserError(f"dataset={dataset}: no text file matches {part!r} {tally}")
         files |= dict.fromkeys(found)
     return [*files]
 
@@ -121,30 +125,24 @@ def files_in(folder, tally):
     tally: counts others, and links, which may lead out of the folder or in a circle.
     """
     found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names + folders:
-            path = os.path.join(parent, name)
-            if name.startswith(".") or name in OURS:
-                continue
-            if os.path.islink(path):
-                tally.add("links in folders left out", path)
-            elif os.path.isfile(path) and kind(path)[0] in FOLDERS:
-                found.append(path)
-            elif os.path.isfile(path):
-                tally.add("files in folders left out (a glob as '**/*.md' names them)", path)
+    for path in Path(folder).rglob("*"):
+        link = path.is_symlink()
+        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        if hidden or path.name in OURS or (path.is_dir() and not link):
+            continue
+        if path.is_file() and kind(path)[0] in FOLDERS and not link:
+            found.append(str(path))
+        else:
+            tally.add("files and links in folders left out (a glob names them)", path)
     return sorted(found)
 
 
 def readable(path):
     """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
-    if not os.path.isfile(path):
-        raise UserError(f"dataset: {path} is a pipe or a device; write it to a file first")
-    suffix, _ = kind(path)
-    if suffix not in ("", *RECORDS, *SUFFIXES):
+    if not os.path.isfile(path) or kind(path)[0] not in ("", *RECORDS, *SUFFIXES):
         raise UserError(
-            f"dataset: {path}: files of the kind {suffix} are not read; unpack an archive, write a "
-            "table as .jsonl, rename another text; known: "
+            f"dataset: {path} is no file, or of a kind that is not read; unpack an archive, write "
+            "a table as .jsonl, rename another text; known: "
             f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
         )
     return path
@@ -167,44 +165,34 @@ def local_documents(paths, keys, tally):
 def document(where, record, keys, tally):
     """The Document of a record, a line of JSON or {field: value}."""
     try:
-        values, tools = fields(record, keys)
+        record = checked(record, keys)
     except ValueError as error:
-        tally.bad(where, error)
+        tally.bad(where, f"no record (of JSON) with text in its field {','.join(keys)}: {error}")
         return Document(where, None)
-    return Document(where, values[0] if len(values) == 1 else tuple(values), tools)
+    values = tuple(record[key] for key in keys)
+    return Document(where, values if len(values) > 1 else values[0], record.get("tools"))
 
 
-def fields(record, keys):
-    """([value of each key], tools) of a record; ValueError says what is wrong."""
+def checked(record, keys):
+    """The {field: value} of a record; ValueError unless those of `keys` are texts or dialogues."""
     if isinstance(record, bytes):
-        try:
-            record = json.loads(record.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is not valid JSON in UTF-8 ({error})") from None
+        record = json.loads(record.decode("utf-8-sig"))
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
-        raise ValueError(
-            f"it has no field {','.join(keys)}; it has {', '.join(names) or 'no fields'}"
-        )
-    values = [record[key] for key in keys]
-    for key, value in zip(keys, values):
+        raise ValueError(f"it has {', '.join(names) or 'no fields'}")
+    for key in keys:
+        value = record[key]
         if keys in CHATS and isinstance(value, list):
             continue
         if not isinstance(value, str):
-            raise ValueError(f"its field {key} is {json.dumps(value, default=str)[:40]}, not text")
-        if re.search("[\ud800-\udfff]", value):
-            raise ValueError("it holds half of a surrogate pair")
-    return values, record.get("tools")
+            raise ValueError(f"{key} is {json.dumps(value, default=str)[:40]}")
+        value.encode()  # a ValueError for half of a surrogate pair
+    return record
 
 
-def zstd_open(file):
-    """Reads several frames, and tells of one that is cut; a window has at most 128 MB."""
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(file, "zstd")
-
-
-COMPRESSED = {".zst": zstd_open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+# pyarrow's reads several frames, and tells of one that is cut; a window has at most 128 MB
+ZSTD = functools.partial(pyarrow.CompressedInputStream, compression="zstd")
+COMPRESSED = {".zst": ZSTD, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def opened(path, keys):
@@ -231,8 +219,6 @@ def opened(path, keys):
 
 def records(path, keys, tally):
     """Yields the records of a file: {field: value}, or a line of JSON."""
-    import pyarrow.parquet
-
     suffix, _ = kind(path)
     if suffix not in RECORDS:
         yield {keys[0]: "".join(text_parts(path, keys, tally))}
@@ -241,8 +227,10 @@ def records(path, keys, tally):
         file, start = opened(path, keys)
         if suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
-            columns = {*keys, "tools"} & {*table.schema_arrow.names}
-            for batch in table.iter_batches(32, columns=[*columns] if columns >= {*keys} else None):
+            columns = [*keys, "tools"]  # those that are there are read
+            if not {*keys} <= {*table.schema_arrow.names}:
+                columns = None  # all of them, whose names are told
+            for batch in table.iter_batches(32, columns=columns):
                 yield from batch.to_pylist()
         elif start.startswith(b"["):
             yield from json.loads(file.read().decode("utf-8-sig"))
@@ -250,14 +238,19 @@ def records(path, keys, tally):
             yield from file
 
 
-def text_parts(path, keys, tally):
-    """Yields a text file in parts, without a byte order mark; U+FFFD where it is not UTF-8."""
+def text_parts(path, keys, tally, begin=0, end=sys.maxsize):
+    """Yields a text file's characters from `begin` up to `end` in parts, some of which are empty.
+
+    They have no byte order mark, and U+FFFD where the file is not UTF-8.
+    """
+    at = 0
     replaced = False
     with as_user_error(f"{path} cannot be read", DataError):
         file, _ = opened(path, keys)
         text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline="")
         while part := text.read(LONG):
-            replaced = replaced or "\ufffd" in part
-            yield part
+            replaced |= "\ufffd" in part
+            yield part[max(0, begin - at) : max(0, end - at)]
+            at += len(part)
     if replaced:
         tally.add("files with U+FFFD, as in place of bytes that are not UTF-8", path)

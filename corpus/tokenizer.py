@@ -4,15 +4,16 @@
 """
 
 import functools
+import hashlib
 import re
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import ByteLevelBPETokenizer, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from corpus import LONG, VOCABULARIES, as_user_error
+from corpus import LONG, as_user_error
 from corpus.prefetch import batched
 from system.errors import UserError, listed, warn
 from system.files import read_json, write_atomic
@@ -41,7 +42,7 @@ class Tokenizer:
     """An interface of all tokenizers.
 
     eot: the id that precedes each document. ends: the ids that end one. lengths: {id: bytes of
-    text} of the ids that are not special.
+    text} of the ids that are not special. embedded: how many ids the model has, see `load`.
     """
 
     def __init__(self, name, vocab_size, separators, lengths):
@@ -51,31 +52,21 @@ class Tokenizer:
         self.ends = set(separators)
         self.lengths = lengths
         self.folder = None  # of the file that it was loaded from
-        self.embedded = vocab_size  # ids that the model has
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts):
-        """An array of ids (self.dtype) for each text; long ones are encoded in parts.
-
-        A lone surrogate, which UTF-8 lacks, becomes U+FFFD.
-        """
+        """An array of ids (self.dtype) for each text; long ones are encoded in parts."""
         found = [[] for _ in texts]
-        for batch in batched(numbered_parts(texts), lambda item: len(item[1]), size=LONG):
-            rows = self._encode_some([part for _, part in batch])
-            for (number, _), row in zip(batch, rows):
+        numbered = ((i, part) for i, text in enumerate(texts) for part in parts([text]))
+        for batch in batched(numbered, lambda item: len(item[1]), size=LONG):
+            numbers, pieces = zip(*batch)
+            for number, row in zip(numbers, self._encode([*pieces])):
                 found[number].append(np.asarray(row, self.dtype))
         return [np.concatenate(rows) for rows in found]
 
-    def _encode_some(self, texts):
-        with as_user_error(f"tokenizer={self.name} fails"):
-            try:
-                return self._encode(texts)
-            except TypeError:  # of tokenizers, for a surrogate
-                return self._encode([without_surrogates(text) for text in texts])
-
-    def rows(self, texts):
-        """Yields the ids of each text after a separator."""
-        for ids in self.encode_batch([text or "" for text in texts]):
+    def rows(self, documents):
+        """Yields the ids of each Document's text after a separator."""
+        for ids in self.encode_batch([one.value or "" for one in documents]):
             yield np.insert(ids, 0, self.eot)
 
     def encode(self, text):
@@ -83,21 +74,17 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        with as_user_error(f"tokenizer={self.name} fails"):
-            return self._decode([int(i) for i in ids])
+        return self._decode([int(i) for i in ids])
+
+    def digest(self):
+        """SHA-256 of what tells it from others: the separator and the bytes of each id."""
+        return hashlib.sha256(self.token_bytes().tobytes() + b"%d" % self.eot).hexdigest()
 
     def token_bytes(self):
         """np.int32 (vocab_size,): UTF-8 bytes of each id, 0 if it is special; for bits per byte."""
         sizes = np.zeros(self.vocab_size, np.int32)
         sizes[[*self.lengths]] = [*self.lengths.values()]
         return sizes
-
-
-def numbered_parts(texts):
-    """Yields (number of the text, part of it) for parts of at most LONG characters."""
-    for number, text in enumerate(texts):
-        for part in parts([text]):
-            yield number, part
 
 
 def parts(chunks):
@@ -125,9 +112,8 @@ class Tiktoken(Tokenizer):
     def __init__(self, name, encoding):
         self.encoding = encoding
         self.special = encoding._special_tokens
-        self.ranks = encoding._mergeable_ranks
         separators = [self.special[s] for s in SEPARATORS if s in self.special]
-        lengths = {i: len(token) for token, i in self.ranks.items()}
+        lengths = {i: len(token) for token, i in encoding._mergeable_ranks.items()}
         super().__init__(name, encoding.n_vocab, separators, lengths)
         self.known = {*lengths, *self.special.values()}
 
@@ -142,12 +128,24 @@ class Tiktoken(Tokenizer):
         return self.encoding.decode([i for i in ids if i in self.known])
 
     def to_json(self):
-        """The text of a tokenizer.json, Hugging Face's format."""
+        """The text of a tokenizer.json, Hugging Face's format: BPE of bytes."""
+        ranks = self.encoding._mergeable_ranks
+        words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
+        merges = []  # every two tokens that make a third one
+        for word in sorted(words, key=words.get):
+            for i in range(1, len(word)):
+                if word[:i] in words and word[i:] in words:
+                    merges.append((word[:i], word[i:]))
+        inner = ByteLevelBPETokenizer(words | self.special, merges)
+        inner.model.ignore_merges = True  # what is a token as it stands is not merged from parts
         # {1,3}+ takes no second three in tiktoken, and any number of them in tokenizers
         pattern = self.encoding._pat_str.replace("}+", "}")
-        text = byte_level_json(self.ranks, self.special, pattern)
-        ids = HuggingFace(self.name, text.encode()).encode(PROBE)
-        if ids != self.encoding.encode_ordinary(PROBE):
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
+        inner.add_special_tokens(sorted(self.special, key=self.special.get))
+        text = inner.to_str()
+        if HuggingFace(self.name, text).encode(PROBE) != self.encode(PROBE):
             raise UserError(
                 f"tokenizer={self.name} fits no tokenizer.json; give one, --tokenizer=FILE"
             )
@@ -155,31 +153,51 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, given as bytes, through the package tokenizers, with its folder's files."""
+    """A tokenizer.json, given as text, through the package tokenizers, with its folder's files."""
 
-    def __init__(self, name, data, folder=None):
-        self.inner, self.text = inner_tokenizer(name, data, folder)
-        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            first = self.inner.encode("a").ids[:1]
-            lost = not self._encode([UNKNOWN])[0]
-        if lost:
+    def __init__(self, name, text, folder=None):
+        self.inner = Inner.from_str(text)
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        if getattr(self.inner.model, "dropout", None):
+            raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
+        if others := other_tokens(self.inner, folder):
+            raise UserError(
+                f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
+                f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r}) writes them into it"
+            )
+        first = self.inner.encode("a").ids[:1]
+        if not self._encode([UNKNOWN])[0]:
             warn(
                 f"tokenizer={name} drops characters that it lacks; one of bytes, or with "
                 "unk_token, does not"
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        # what the tokenizer.json itself puts before a text
-        begins_text = [s for s, i in self.special.items() if [i] == first]
-        separators = find_separators(self.special, begins_text, folder)
+        separators = self._separators(first, folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
-        self.byte_level = '"ByteLevel"' in self.text  # a character is a byte
+        self.text = text
+        self.byte_level = '"ByteLevel"' in text  # a character is a byte
         vocabulary = self.inner.get_vocab()
         lengths = {i: self._length(token) for token, i in vocabulary.items()}
         for i, token in added.items():
             lengths[i] = 0 if token.special else len(token.content.encode())
         super().__init__(name, max(vocabulary.values()) + 1, separators, lengths)
+        self.folder = folder
+
+    def _separators(self, first, folder):
+        """Ids that may precede a document, the best one first.
+
+        first: [id] that the tokenizer.json itself puts before a text.
+        """
+        names = [name for name, i in self.special.items() if [i] == first]
+        bos = special_tokens(folder).get("bos_token")
+        if token_files(folder).get("add_bos_token"):
+            names.append(bos)
+        names += [*SEPARATORS, bos]
+        return list(dict.fromkeys(self.special[name] for name in names if name in self.special))
 
     def _length(self, token):
         """The bytes of the text of a token as it stands in the vocabulary."""
@@ -188,16 +206,14 @@ class HuggingFace(Tokenizer):
         return len(re.sub("^<0x[0-9A-F]{2}>$", ".", token).replace("\u2581", " ").encode())
 
     def _encode(self, texts):
+        self.inner.encode_special_tokens = True  # as ordinary characters
         return [row.ids for row in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def parse(self, text):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
-        try:
-            with as_user_error(f"tokenizer={self.name} fails"):
-                return self.inner.encode(text, add_special_tokens=False)
-        finally:
-            self.inner.encode_special_tokens = True
+        with as_user_error(f"tokenizer={self.name} fails"):
+            return self.inner.encode(text, add_special_tokens=False)
 
     def encode_special(self, text):
         return self.parse(text).ids
@@ -207,49 +223,6 @@ class HuggingFace(Tokenizer):
 
     def to_json(self):
         return self.text
-
-
-def inner_tokenizer(name, data, folder):
-    """(a tokenizer of the package tokenizers, the text of its tokenizer.json).
-
-    It has no dropout, and cuts and pads nothing. Raises UserError where the folder's other files
-    name tokens that the tokenizer.json lacks.
-    """
-    with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-        text = data.decode()
-        inner = Inner.from_str(text)
-    dropout = getattr(inner.model, "dropout", None)
-    if dropout:
-        warn(
-            f"tokenizer={name}: its dropout={dropout} is off: a text has the same ids in every run"
-        )
-        inner.model.dropout = None
-        text = inner.to_str()
-    with as_user_error(f"tokenizer={name}: its tokenizer_config.json cannot be read"):
-        others = other_tokens(inner, folder)
-    if others:
-        raise UserError(
-            f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json has "
-            f"otherwise or lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r}) writes them into it"
-        )
-    inner.no_truncation()
-    inner.no_padding()
-    inner.encode_special_tokens = True  # as ordinary characters
-    return inner, text
-
-
-def find_separators(special, begins_text, folder):
-    """Ids that may precede a document, the best one first. special: {token: id}.
-
-    begins_text: names of tokens that the tokenizer.json itself puts before a text.
-    """
-    bos = special_tokens(folder).get("bos_token")
-    names = [*begins_text]
-    if read_beside(folder, "tokenizer_config.json").get("add_bos_token") is True:
-        names.append(bos)
-    names += [*SEPARATORS, bos]
-    return list(dict.fromkeys(special[name] for name in names if name in special))
 
 
 def load(name, vocab_size=None):
@@ -271,12 +244,13 @@ def read(name):
     """As `load`, for a model of any size."""
     path = file_of(name)
     if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        special = {"<|endoftext|>": 256}
-        parts = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-        tokenizer = Tiktoken(name, tiktoken.Encoding(name, **parts))
-        tokenizer.known = range(256)  # the separator has no text
-        return tokenizer
+        encoding = tiktoken.Encoding(
+            name,
+            pat_str=r"[\s\S]",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={"<|endoftext|>": 256},
+        )
+        return Tiktoken(name, encoding)
     if built_in(name):
         with as_user_error(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
@@ -284,20 +258,13 @@ def read(name):
         ):
             return Tiktoken(name, tiktoken.get_encoding(name))
     if path and path.is_file():
-        with as_user_error(f"tokenizer={name} cannot be read"):
-            data = path.read_bytes()
-        tokenizer = HuggingFace(name, data, path.parent)
-        tokenizer.folder = path.parent
-        return tokenizer
-    others = [other for other in VOCABULARIES if Path(name, other).is_file()]
-    if others:
-        raise UserError(
-            f"tokenizer={name} has {', '.join(others)} and no tokenizer.json; it is made by "
-            f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
-        )
+        with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
+            return HuggingFace(name, path.read_text("utf-8"), path.parent)
     raise UserError(
         f"tokenizer={name}: no such file or encoding; expected bytes, "
-        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder"
+        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder; of other "
+        f"files transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r}) "
+        "makes one"
     )
 
 
@@ -366,64 +333,32 @@ def read_beside(folder, name):
     return read_json(path, form={}) if path else {}
 
 
+def token_files(folder):
+    """What special_tokens_map.json and tokenizer_config.json of a folder say."""
+    older = read_beside(folder, "special_tokens_map.json")
+    return older | read_beside(folder, "tokenizer_config.json")
+
+
+def content(token):
+    """The text of a token, which files write as a string or as an object with its `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def special_tokens(folder):
-    """{"bos_token": "<s>", ...}; each is written as a string or as an object with its `content`."""
-    files = read_beside(folder, "special_tokens_map.json") | read_beside(
-        folder, "tokenizer_config.json"
-    )
-    found = {}
-    for key, value in files.items():
-        if isinstance(value, dict):
-            value = value.get("content")
-        if key.endswith("_token") and isinstance(value, str):
-            found[key] = without_surrogates(value)
-    return found
+    """{"bos_token": "<s>", ...} of the files beside a tokenizer."""
+    named = {key: content(token) for key, token in token_files(folder).items()}
+    return {k: v for k, v in named.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def other_tokens(inner, folder):
-    """Tokens of the files beside a tokenizer.json that it lacks, or has under another id."""
-    files = read_beside(folder, "special_tokens_map.json") | read_beside(
-        folder, "tokenizer_config.json"
-    )
-    named = [*special_tokens(folder).values()]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    """Tokens of the files beside a tokenizer.json that it lacks."""
+    files = token_files(folder)
+    named = [*special_tokens(folder).values(), *read_beside(folder, "added_tokens.json")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
         more = files.get(key) or []
         named += more.values() if isinstance(more, dict) else more
-    ids = {token.content: i for i, token in inner.get_added_tokens_decoder().items()}
-    wanted = read_beside(folder, "added_tokens.json")
-    for i, token in files.get("added_tokens_decoder", {}).items():
-        wanted[token["content"]] = int(i)
-    found = [token for token, i in wanted.items() if ids.get(token) != i]
-    for token in named:
-        if isinstance(token, dict):
-            token = token["content"]
-        if token not in ids:
-            found.append(token)
-    return sorted(set(found))
-
-
-def without_surrogates(text):
-    """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def byte_level_json(ranks, special, pattern):
-    """A tokenizer.json's text, BPE of bytes, within the words that match `pattern`."""
-    words = {"".join(CHARACTERS[b] for b in token): i for token, i in ranks.items()}
-    merges = []  # every two tokens that make a third one
-    for word in sorted(words, key=words.get):
-        for i in range(1, len(word)):
-            if word[:i] in words and word[i:] in words:
-                merges.append((word[:i], word[i:]))
-    # ignore_merges: a text that is a token as it stands is not merged from parts
-    inner = Inner(models.BPE(words | special, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.pre_tokenizer = pre_tokenizers.Sequence([split, characters])
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    inner.add_special_tokens(sorted(special, key=special.get))
-    return inner.to_str()
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    return sorted({content(token) for token in named} - known)
 
 
 def write_characters(batches, path):

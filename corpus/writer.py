@@ -1,10 +1,11 @@
 """Writes shards of tokens for fineweb.py; a killed run goes on and ends with the same bytes.
 
-A folder has progress.json, updated after each shard,
-and once all is written manifest.json with checksums.
+A folder has manifest.json, with checksums, updated after each shard. Its `next` is the position
+from which a run goes on, null once all is written.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -18,18 +19,17 @@ from system import files
 from system.errors import UserError
 
 COUNTS = dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
-RECORD = {"settings": {}, "shards": [SHARD | COUNTS]}
-
-
-def is_position(value):
-    """Whether it is [number of a document, tokens from there on that are written]."""
-    return type(value) is list and len(value) == 2 and all(map(files.count, value))
+RECORD = {
+    "settings": {},
+    "shards": [SHARD | COUNTS],
+    "next": ({"document": files.count, "tokens": files.count}, None),
+}
 
 
 def written_here(name):
     """Whether fineweb.py writes a file of this name."""
-    own = ("progress.json", "manifest.json", "tokenizer.json", "token_bytes.npy")
-    return name in own or split_of(str(Path(name).with_suffix(".bin"))) is not None
+    named = ("manifest.json", "tokenizer.json", "token_bytes.npy")
+    return name in named or Path(name).suffix in (".bin", ".mask")
 
 
 def write_shards(batches, encode, progress, source):
@@ -37,34 +37,29 @@ def write_shards(batches, encode, progress, source):
 
     batches: of documents from progress.position on. encode: of a batch, an array for each.
     """
-    name = source.short
     given = progress.settings
-    with contextlib.closing(prefetched(batches, 2)) as batches:
-        first, _ = progress.position
-        rows = tokenized(batches, encode, first, given["min_document_tokens"] or 1, source.begun)
+    least = given["min_document_tokens"] or 1
+    with contextlib.closing(prefetched(batches)) as batches:
+        rows = tokenized(batches, encode, progress.position["document"], least)
         if given["val_tokens"] and not progress.shards:
-            write_validation(rows, progress, name)
-        all_read = write_training(rows, progress, name)
-    val = progress.total("tokens", "val")
-    train = progress.total("tokens", "train")
-    if not val + train:
-        raise DataError(
-            f"dataset={source.name}: all documents are empty or left out; {source.tally}"
-        )
-    if not train or (all_read and val - given["val_tokens"] > train):  # after a long first document
-        raise DataError(
-            f"{val:,} of {val + train:,} tokens are for validation, by "
-            f"val_tokens={given['val_tokens']} in whole documents from the front: "
-            f"remove {progress.out} and lower it (0 for none), or give "
-            "another --shuffle_seed or more documents (a text file is one)"
-        )
+            write_validation(rows, progress, source.short)
+        write_training(rows, progress, source.short)
+    if not progress.total("tokens", "train"):
+        why = f"all documents are empty or left out; {source.tally}"
+        if val := progress.total("tokens"):
+            why = (
+                f"all {val:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
+                f"whole documents from the front: remove {progress.out} and lower it (0 for none), "
+                "or give another --shuffle_seed or more documents (a text file is one)"
+            )
+        raise DataError(f"dataset={source.name}: {why}")
 
 
-def tokenized(batches, encode, number, least, begun):
+def tokenized(batches, encode, number, least):
     """Yields (number, row) of documents of at least `least` tokens besides the separator."""
     for batch in batches:
-        for row in encode(batch):
-            if number >= begun:
+        for document, row in zip(batch, encode(batch)):
+            if document.continues:
                 yield number, row[1:]  # without the separator
             elif len(row) > least:
                 yield number, row
@@ -78,7 +73,7 @@ def write_validation(rows, progress, name):
     for number, row in rows:
         parts.append(row)
         left -= len(row)
-        position = (number + 1, 0)
+        position = dict(document=number + 1, tokens=0)
         if left <= 0:
             break
     if parts:
@@ -86,83 +81,63 @@ def write_validation(rows, progress, name):
 
 
 def write_training(rows, progress, name):
-    """Cuts the documents from progress.position on into shards.
-
-    Returns whether there are no more of them.
-    """
+    """Cuts the documents from progress.position on into shards."""
     # done: tokens of the first document, with pack of the first block, that are written
-    _, done = progress.position
+    done = progress.position["tokens"]
     pack = progress.settings["pack"]
     if pack:
         rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
     left = progress.room()
-    if not left:
-        return False
     parts = []
     for number, row in rows:
-        while done < len(row):
+        while left and done < len(row):
             part = row[done : done + left]
             parts.append(part)
             done += len(part)
             left -= len(part)
             if not left:
-                progress.write_shard(name, "train", parts, (number, done))
+                progress.write_shard(name, "train", parts, dict(document=number, tokens=done))
                 parts = []
                 left = progress.room()
-                if not left:
-                    return False
+        if not left:
+            return
         done = 0
     if parts:
-        progress.write_shard(name, "train", parts, (number, len(row)))
-    return True
+        progress.write_shard(name, "train", parts, dict(document=number, tokens=len(row)))
 
 
 class Progress:
-    """The record of a run in its folder: progress.json while it lasts, then manifest.json."""
+    """The record of a run in its folder's manifest.json.
+
+    position: a document, and how many tokens from there on are written; None once all are.
+    """
 
     def __init__(self, out, settings, tokenizer):
         self.out = out
         self.settings = settings
         self.tokenizer = tokenizer
         self.shards = []
-        self.position = 0, 0  # a document, and how many tokens from there on are written
+        self.position = dict(document=0, tokens=0)
         self.manifest = out / "manifest.json"
-        self.record = out / "progress.json"
-        self.finished = self.manifest.exists()
         for leftover in files.leftovers(out, written_here):
             leftover.unlink(missing_ok=True)
-        if self.finished:
-            self._go_on(files.read_json(self.manifest, DataError, RECORD))
-            self.record.unlink(missing_ok=True)  # of a run that was killed between the two
-            return
         saved = None
-        if self.record.exists():
-            saved = files.read_json(self.record, DataError, RECORD | {"next": is_position})
+        if self.manifest.exists():
+            saved = files.read_json(self.manifest, DataError, RECORD)
         if saved and (saved["shards"] or saved["settings"] == settings):
-            self._go_on(saved)
+            before = saved["settings"]
+            for key in settings | before:
+                if settings.get(key) != before.get(key):
+                    raise UserError(
+                        f"out_dir={out} was begun with {key}={before.get(key)}, not "
+                        f"{settings.get(key)}; use another --out_dir, or remove it"
+                    )
+            self.shards = saved["shards"]
             self.position = saved["next"]
-        elif stray := sorted([*out.glob("*.bin"), *out.glob("*.mask")]):
+        elif stray := sorted(out.glob("*.bin")):
             raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
         else:
             self._save()
-
-    def _go_on(self, saved):
-        """Takes a record of the same settings; UserError or DataError if it does not hold."""
-        before = saved["settings"]
-        for key in self.settings | before:
-            if self.settings.get(key) != before.get(key):
-                raise UserError(
-                    f"out_dir={self.out} was begun with {key}={before.get(key)}, not "
-                    f"{self.settings.get(key)}; use another --out_dir, or remove it"
-                )
-        self.shards = saved["shards"]
-        for shard in self.shards:
-            path = self.out / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise DataError(
-                    f"{path} is missing, or not {shard['bytes']} bytes; restore it or remove "
-                    f"{self.out}"
-                )
 
     def room(self):
         """How many tokens the next training shard may have."""
@@ -176,35 +151,40 @@ class Progress:
         """Writes parts of documents as a shard after which a run goes on at `position`."""
         index = len(self.shards) + (self.settings["val_tokens"] == 0)  # 0 is validation
         path = self.out / f"{name}_{split}_{index:06d}.bin"
+        shard = dict(name=path.name)
         tokens = np.concatenate(parts)
         if tokens.dtype.names:  # (token, loss)
-            write(mask_path(path), np.packbits(tokens["loss"], bitorder="little").tobytes())
+            mask = np.packbits(tokens["loss"], bitorder="little").tobytes()
+            shard["targets"] = int(tokens["loss"].sum())
+            shard["mask_sha256"] = write(mask_path(path), mask)
             tokens = tokens["token"]
         header = np.zeros(HEADER_BYTES // 4, "<i4")
         for magic, (version, dtype) in FORMATS.items():
             if dtype == tokens.dtype:
                 header[:3] = magic, version, len(tokens)
-        write(path, header.tobytes() + tokens.tobytes())
-        self.add(path.name, tokens, position)
-
-    def add(self, name, tokens, position):
-        """Records a written shard and the position after it."""
-        path = self.out / name
-        size, sha256 = files.digest(path)
-        documents = int((tokens == self.tokenizer.eot).sum())
-        shard = dict(name=name, tokens=len(tokens), documents=documents, bytes=size, sha256=sha256)
-        mask = mask_path(path)
-        if mask.exists():
-            shard["targets"] = int(np.bitwise_count(np.fromfile(mask, np.uint8)).sum())
-            shard["mask_sha256"] = files.digest(mask)[1]
+        data = header.tobytes() + tokens.tobytes()
+        shard["tokens"] = len(tokens)
+        shard["documents"] = int((tokens == self.tokenizer.eot).sum())
+        shard["bytes"] = len(data)
+        shard["sha256"] = write(path, data)
         self.shards.append(shard)
         print(f"{path}: {len(tokens):,} tokens")
         self.position = position
         self._save()
 
-    def _save(self):
-        state = dict(settings=self.settings, shards=self.shards, next=self.position)
-        write(self.record, json.dumps(state, indent=1).encode())
+    def _save(self, **more):
+        manifest = dict(
+            tokenizer=self.tokenizer.name,
+            vocab_size=self.tokenizer.vocab_size,
+            eot=self.tokenizer.eot,
+            dtype=self.tokenizer.dtype.name,
+            documents=self.total("documents"),
+            tokens=self.total("tokens"),
+            settings=self.settings,
+            shards=self.shards,
+            next=self.position,
+        )
+        write(self.manifest, (json.dumps(manifest | more, indent=1) + "\n").encode())
 
     def total(self, key, split=None):
         """Sum of a figure over the shards, of one split or of all."""
@@ -214,24 +194,13 @@ class Progress:
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
         sizes = io.BytesIO()
         np.save(sizes, self.tokenizer.token_bytes())
-        path = self.out / "token_bytes.npy"
-        write(path, sizes.getvalue())
-        manifest = dict(
-            tokenizer=self.tokenizer.name,
-            vocab_size=self.tokenizer.vocab_size,
-            eot=self.tokenizer.eot,
-            dtype=self.tokenizer.dtype.name,
-            token_bytes_sha256=files.digest(path)[1],
-            documents=self.total("documents"),
-            tokens=self.total("tokens"),
-            settings=self.settings,
-            shards=self.shards,
-        )
-        write(self.manifest, (json.dumps(manifest, indent=1) + "\n").encode())
-        self.record.unlink()
+        sha256 = write(self.out / "token_bytes.npy", sizes.getvalue())
+        self.position = None
+        self._save(token_bytes_sha256=sha256)
 
 
 def write(path, data):
-    """files.write_atomic; a failure, as on a full disk, is a DataError."""
+    """files.write_atomic of bytes, whose SHA-256 it returns; DataError, as on a full disk."""
     with as_user_error(f"{path} of {len(data):,} bytes", DataError, f"; make room{AGAIN}"):
         files.write_atomic(path, data)
+    return hashlib.sha256(data).hexdigest()

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import ranks
 from compare import slow
-from conftest import flags, write_shard
+from conftest import flags, write_manifest, write_shard
 from test_signals import error_lines
 
 import train
@@ -49,8 +49,8 @@ def test_another_setting_of_a_rank_is_named_with_both_values(data_dir, tmp_path,
 
 
 @pytest.mark.fault(87)
-@pytest.mark.parametrize("split, what", [("train", "training data"), ("val", "validation data 0")])
-def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp_path, split, what):
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp_path, split):
     copy = shutil.copytree(data_dir, tmp_path / "copy")
     words = [
         flags(folder, tmp_path / "run", max_steps=2, eval_interval=2) for folder in (data_dir, copy)
@@ -63,7 +63,7 @@ def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp
     done = attempt(*([*one, f"--out_dir={tmp_path / 'other'}"] for one in words))
     assert done.codes == [2, 2], done.stderr
     [line] = error_lines(done)
-    assert f"rank 1 has {what}=" in line
+    assert "rank 1 has training data=" in line
 
 
 @pytest.mark.fault(87)
@@ -114,8 +114,12 @@ def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monke
 def test_half_made_data_is_refused(tmp_path, dry_run):
     folder = tmp_path / "data"
     folder.mkdir()
-    for split in ("val", "train"):
-        write_shard(folder / f"a_{split}_000001.bin", range(200))
-    (folder / "progress.json").write_text("{}")
+    paths = [
+        write_shard(folder / f"a_{split}_000001.bin", range(200)) for split in ("val", "train")
+    ]
+    write_manifest(paths)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["next"] = dict(document=1, tokens=0)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     done = ranks.run(0, flags(folder, tmp_path / "run", max_steps=2, dry_run=dry_run))
     assert done.returncode == 3 and "half made" in done.stderr

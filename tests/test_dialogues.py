@@ -1,6 +1,7 @@
 """chat.py and masks against transformers, a loss written out and ranks; damage, bad dialogues."""
 
 import ast
+import functools
 import json
 import shutil
 import sysconfig
@@ -17,7 +18,7 @@ from test_fineweb import contents, prepare, shard_tokens, stopped_after
 import model as models
 import train
 from configurator import configure
-from corpus import chat, tokenizer
+from corpus import chat, packing, tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import mask_path, verify
@@ -46,6 +47,7 @@ LLAMA3 = (  # the form of Llama 3's
 )
 
 
+@functools.cache
 def questions():
     """Dialogues of one to three turns on functions of Python's modules, answered by docstrings."""
     found, turns = [], []
@@ -295,14 +297,18 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
         [loader.close() for loader in loaders]
 
 
-def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(data, tmp_path, chatml):
+def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
+    data, tmp_path, chatml, monkeypatch
+):
+    monkeypatch.setattr(packing, "DOCUMENTS", 40)  # a sixth of them
     _, file = data
     settings = dict(
         text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256
     )
     prepare(tmp_path / "d", file, **settings)
-    with stopped_after(3):
-        prepare(tmp_path / "stopped", file, **settings)
+    for count in (2, 3, 5):
+        with stopped_after(count):
+            prepare(tmp_path / "stopped", file, **settings)
     prepare(tmp_path / "stopped", file, **settings)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
 
@@ -412,7 +418,7 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
     ("{{ raise_exception('no') }}", said("user", "a", "assistant", "b"), "TemplateError"),
     (CHANGES, said("user", "a", "assistant", "b", "user", "c"), "message 2"),
     (PLAIN, "not a list", "content"),
-    (PLAIN, said("", "a"), "role"),
+    (PLAIN, [dict(content="a")], "role"),
     (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),
 ])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):

@@ -56,10 +56,10 @@ def prepare(out, dataset=SOURCES, **settings):
 @contextlib.contextmanager
 def stopped_after(count):
     """Ends `prepare` inside when it has recorded so many shards."""
-    add = writer.Progress.add
-    stop = lambda self, *args: 1 / 0 if len(self.shards) == count else add(self, *args)
+    save = writer.Progress._save
+    stop = lambda self, **more: 1 / 0 if len(self.shards) > count else save(self, **more)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(writer.Progress, "add", stop)
+        patch.setattr(writer.Progress, "_save", stop)
         yield
 
 
@@ -191,6 +191,10 @@ def test_characters_of_one_text_with_its_last_tenth_for_validation(tmp_path, mon
     text = (STDLIB / "argparse.py").read_text() + "\U0001f642"
     (tmp_path / "input.txt").write_text(text)
     settings = dict(dataset=tmp_path / "input.txt", tokenizer="chars", shard_tokens=40_000)
+    (tmp_path / "other.txt").write_text("abc" * 99)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(writer, "write_shards", lambda *_: 1 / 0)  # killed before the first shard
+        prepare(tmp_path / "d", tmp_path / "other.txt", tokenizer="chars")
     with stopped_after(2):
         prepare(tmp_path / "d", **settings)
     said = prepare(tmp_path / "d", **settings)
@@ -304,20 +308,6 @@ def test_packed_shards_hold_every_document_once(tmp_path, clean):
     assert "packed for block_size=32768" in warning
 
 
-@pytest.mark.gpt2
-def test_packing_killed_after_any_shard_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer.packing, "DOCUMENTS", 40)  # a fifth of them
-    settings = PACK
-    prepare(tmp_path / "whole", **settings)
-    whole = contents(tmp_path / "whole")
-    assert sum(name.endswith(".bin") for name in whole) == 19
-    for count in range(2, 19, 4):
-        with stopped_after(count):
-            prepare(tmp_path / "d", **settings)
-    prepare(tmp_path / "d", **settings)
-    assert contents(tmp_path / "d") == whole
-
-
 @pytest.mark.fault(25)
 @pytest.mark.gpt2
 def test_disk_full(tmp_path, clean):
@@ -329,7 +319,7 @@ def test_disk_full(tmp_path, clean):
         full = path.name == "text_train_000003.bin"
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if full else limits)
         try:
-            before(path, data)
+            return before(path, data)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -339,7 +329,7 @@ def test_disk_full(tmp_path, clean):
             prepare(tmp_path / "d", **KILLS)
     one_line(error)
     whole = {f"text_train_{i:06d}.bin" for i in (1, 2)} | {"text_val_000000.bin"}
-    assert contents(tmp_path / "d").keys() == whole | {"progress.json"}
+    assert contents(tmp_path / "d").keys() == whole | {"manifest.json"}
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
 
@@ -350,8 +340,8 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "a.txt").write_text("hello " * 400)
     out = tmp_path / "d"
     (out / "dir.tmp").mkdir(parents=True)
-    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".progress.json.tmp"]
-    ours = [".progress.json.12.tmp", ".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"]
+    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".manifest.json.tmp"]
+    ours = [".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"]
     for name in users + ours:
         (out / name).write_text("mine")
     prepare(out, tmp_path / "a.txt", tokenizer="bytes")

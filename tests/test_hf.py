@@ -81,7 +81,7 @@ def test_the_tokenizer_is_noted_and_never_guessed(tmp_path):
     assert hf.read_config(tmp_path).tokenizer is None
     (tmp_path / "vocab.json").write_text("{}")
     assert hf.read_config(tmp_path).tokenizer == str(tmp_path)
-    with pytest.raises(UserError, match="no tokenizer.json"):
+    with pytest.raises(UserError, match="save_pretrained"):
         sample.main(sample.Config(pretrained=str(tmp_path), device="cpu"))
     (tmp_path / "tokenizer.json").write_text(tokenizer.load("bytes").to_json(), "utf-8")
     assert tokenizer.load(hf.read_config(tmp_path).tokenizer).eot == 256

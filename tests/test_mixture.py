@@ -73,6 +73,11 @@ def test_names_and_weights(tmp_path, monkeypatch):
         "c:/data/a": [("c:/data/a", 1)],
     }.items():
         assert mixture.folders(text) == expected
+    for name in ("wiki", "wiki:2024"):  # what exists as it is written is the folder
+        (tmp_path / name).mkdir()
+    assert mixture.folders("wiki:2024") == [("wiki:2024", 1)]
+    assert mixture.folders("wiki:2024:1,wiki:3") == [("wiki:2024", 1), ("wiki", 3)]
+    assert mixture.folders("wiki:5") == [("wiki", 1)]
     for wrong in ("a,b", "a:1,", "a:0,b:1", "a:1,b:-0.5", "a:1e-6,b:1"):
         with pytest.raises(UserError, match="weight") as error:
             mixture.folders(wrong)
