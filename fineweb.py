@@ -21,6 +21,7 @@ from configurator import outside, run, too_small, without_effect
 from corpus import AGAIN, DataError, as_user_error
 from corpus.prefetch import batched
 from corpus.text_files import (
+    BESIDE,
     CHATS,
     RECORDS,
     Document,
@@ -164,7 +165,8 @@ def settings(cfg, source, encoder):
     }
     if source.files:
         chosen["contents_sha256"] = contents(source.files)
-    del chosen["out_dir"]
+    for name in ("out_dir", "skip_bad_documents"):  # up to a bad document the bytes are the same
+        del chosen[name]
     return chosen
 
 
@@ -250,8 +252,8 @@ class Source:
             streaming=cfg.streaming,
         )
         columns = [*cfg.keys]
-        if cfg.is_chat and "tools" in (data.column_names or ()):
-            columns.append("tools")
+        if cfg.is_chat:
+            columns += [name for name in BESIDE if name in (data.column_names or ())]
         data = data.select_columns(columns)
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)

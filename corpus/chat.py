@@ -214,8 +214,16 @@ def normalized(messages):
     found = []
     with as_user_error("expected a list of {role, content}", DataError):
         for given in messages:
-            # the package datasets adds None for a key that a message lacks
             message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
+            if isinstance(message.get("content"), list):  # of parts, as OpenAI's files may have it
+                message["content"] = "".join(part["text"] for part in message["content"])
+            calls = message.get("tool_calls", [])
+            if not isinstance(message.get("content", "" if calls else None), str):
+                raise TypeError(f"no text in {given!r:.60}")
+            for call in calls:
+                function = call.get("function", call)
+                if isinstance(function["arguments"], str):  # of JSON, likewise
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
             role = message["role"]
             found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found

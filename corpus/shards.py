@@ -88,6 +88,11 @@ def read_header(path):
     magic, version, count = words if len(words) == 3 else (0, 0, 0)
     # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
     if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
+        halves = np.fromfile(path, "<u2", 8192)
+        if halves[1::2].max(initial=0) < 4 <= halves[::2].max(initial=0):
+            raise damaged(
+                path, found="ids of 32 bits", expected="ids of 16, as nanoGPT writes them"
+            )
         return None, np.dtype("<u2"), 0
     right, dtype = FORMATS.get(magic, (None, np.uint16))
     need = HEADER_BYTES + count * np.dtype(dtype).itemsize

@@ -45,6 +45,7 @@ BEGINNINGS = {
     codecs.BOM_UTF16_LE: "UTF-16; convert it to UTF-8",
     codecs.BOM_UTF16_BE: "UTF-16; convert it to UTF-8",
 }
+BESIDE = ("tools", "system")  # fields of a record beside its dialogue
 
 
 @dataclass
@@ -170,13 +171,28 @@ def document(where, record, keys, tally):
         tally.bad(where, f"no record (of JSON) with text in its field {','.join(keys)}: {error}")
         return Document(where, None)
     values = tuple(record[key] for key in keys)
-    return Document(where, values if len(values) > 1 else values[0], record.get("tools"))
+    value = values if len(values) > 1 else values[0]
+    if isinstance(value, list) and record.get("system"):
+        value = [{"role": "system", "content": record["system"]}, *value]
+    return Document(where, value, record.get("tools"))
+
+
+def without_none(value):
+    """The record without each None that stands for a field that others have.
+
+    Parquet and the package datasets give all records all fields.
+    """
+    if isinstance(value, dict):
+        return {name: without_none(one) for name, one in value.items() if one is not None}
+    return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
 def checked(record, keys):
     """The {field: value} of a record; ValueError unless those of `keys` are texts or dialogues."""
     if isinstance(record, bytes):
         record = json.loads(record.decode("utf-8-sig"))
+    else:
+        record = without_none(record)
     names = record if isinstance(record, dict) else ()
     if not set(keys) <= set(names):
         raise ValueError(f"it has {', '.join(names) or 'no fields'}")
@@ -227,7 +243,7 @@ def records(path, keys, tally):
         file, start = opened(path, keys)
         if suffix == ".parquet":
             table = pyarrow.parquet.ParquetFile(file)
-            columns = [*keys, "tools"]  # those that are there are read
+            columns = [*keys, *BESIDE]  # those that are there are read
             if not {*keys} <= {*table.schema_arrow.names}:
                 columns = None  # all of them, whose names are told
             for batch in table.iter_batches(32, columns=columns):

@@ -18,7 +18,7 @@ from test_fineweb import contents, prepare, shard_tokens, stopped_after
 import model as models
 import train
 from configurator import configure
-from corpus import chat, packing, tokenizer
+from corpus import chat, packing, text_files, tokenizer
 from corpus.chat import Dialogues
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import mask_path, verify
@@ -107,6 +107,23 @@ def rows_of(folder, *values, tally=None, tools=None):
     pairs = any(isinstance(value, tuple) for value in values)
     dialogues = Dialogues(tokenizer.load(str(folder)), tally or Tally(), pairs)
     return list(dialogues.rows(Document(f"a:{i}", v, tools) for i, v in enumerate(values, 1)))
+
+
+def test_messages_of_other_forms_are_read_or_refused(chatml, tmp_path):
+    """Parts of text, arguments as JSON, fields that parquet fills with None, a system prompt."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert chat.normalized(parts) == said("user", "hello")
+    call = {"function": {"name": "get", "arguments": '{"city": "Paris"}'}}
+    (found,) = chat.normalized([{"role": "assistant", "tool_calls": [call]}])
+    assert found["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    for content in (None, 42, [{"type": "image"}]):
+        with pytest.raises(DataError, match="content|text"):
+            chat.normalized([{"role": "user", "text": "a", "content": content}])
+    record = {"messages": said("user", "a", "assistant", "b"), "system": "Be brief.", "tools": None}
+    record["messages"][1]["extra"] = {"city": None}
+    one = text_files.document("a:1", record, ("messages",), Tally())
+    assert one.value[0] == {"role": "system", "content": "Be brief."} and one.tools is None
+    assert one.value[2] == {"role": "assistant", "content": "b", "extra": {}}
 
 
 def with_loss(folder, row):
