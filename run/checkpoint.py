@@ -55,9 +55,8 @@ class Saver:
         self.background = async_save
         self.saved = saved
         self.last = last  # step of the last save
-        self.best = {}
-        if last is not None and read_best(out_dir).get("step", 0) <= last:
-            self.best = read_best(out_dir)  # a later one is another attempt's
+        best = read_best(out_dir)  # a later one than `last` is another attempt's
+        self.best = best if best.get("step", 0) <= (last or 0) else {}
         self.thread = ThreadPoolExecutor(1)
         self.pending = None  # the future of write_files
 
@@ -197,9 +196,8 @@ def refuse_drift_and_nan(state, tensors, values):
     checked = list(state.model.parameters())
     for group in ("optimizer", "own"):
         checked += tensors.get(group, {}).values()
-    for leaf in values["leaves"].values():
-        if isinstance(leaf, float) and math.isnan(leaf):
-            checked.append(torch.tensor(leaf))
+    leaves = values["leaves"].values()
+    checked += [torch.tensor(x) for x in leaves if isinstance(x, float) and math.isnan(x)]
     if not parallel.all_finite(checked, parallel.device_of(state.model)):
         what = "weights, optimizer states or State.own are inf or NaN and were not saved"
         raise NotFinite(f"step {state.step}: {what}; try a lower --lr")
@@ -352,8 +350,6 @@ def open_whole(path):
             warn(f"{error}; it is left in place")
             tried.add(folder)
             continue
-        if tried:
-            warn(f"{folder} is taken, the newest that is whole")
         return folder, tensors, state
 
 

@@ -63,13 +63,11 @@ def ranks_of(model):
 
 def trees_of(state):
     """{group: tree} of what a train.State holds beside its weights and numbers."""
-    own = {}
-    for name, value in state.own.items():
-        own[name] = value.state_dict() if hasattr(value, "state_dict") else value
+    own = state.own.items()
     return {
         "model": persistent_buffers(state.model),
         "optimizer": optimizer_trees(state.optimizer, state.model),
-        "own": own,
+        "own": {name: x.state_dict() if hasattr(x, "state_dict") else x for name, x in own},
         "scaler": state.scaler.state_dict(),
         "loader": state.loader.state_dict(),
         "rank": rank_tree(state.model),
@@ -241,6 +239,5 @@ def load_own(own, saved):
             own[name].load_state_dict(value)
         else:
             own[name] = value
-    if not alone:
-        return []
-    return [f"State.own: {listed(alone)}: in the checkpoint alone, or in this run alone"]
+    words = f"State.own: {listed(alone)}: in the checkpoint alone, or in this run alone"
+    return [words] if alone else []

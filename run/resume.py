@@ -19,7 +19,7 @@ from run.pack import unpack
 from scale import parallel
 from settings import FIXED_AT_RESUME, SCHEDULE, TOLD_AT_RESUME
 from system import files
-from system.errors import UserError, warn
+from system.errors import UserError, listed, warn
 
 WRITTEN = ("log.jsonl", "config.json", "best.json", *source.KEPT)  # by a run, in its folder
 
@@ -107,19 +107,18 @@ class Start:
         log = self.out_dir / "log.jsonl"
         text = log.read_text(errors="replace") if log.exists() else ""
         there = folders(self.out_dir)
-        # a user's own file, which a run would overwrite
-        wrong = any((self.out_dir / name).exists() for name in WRITTEN)
-        wrong = wrong and not (self.out_dir / "source.json").exists()
-        if not self.folder and self.cfg.resume == "auto":
-            # a run killed before its first checkpoint begins again; else its checkpoints are gone
-            wrong = wrong or '"kind": "saved"' in text
-        elif there or '"kind": "train"' in text:
-            # where resume is a run's folder, newer ones are damaged
-            newest = max((folder.name for folder in there), default="")
-            goes_back = self.folder == Path(self.cfg.resume) and newest > self.folder.name
-            wrong = wrong or not self.folder or not self.is_in_out_dir() or goes_back
-        if wrong:
-            what = "holds what this run does not go on from and would overwrite"
+        used = there or '"kind": "train"' in text
+        if self.cfg.resume == "auto":  # a run killed before its first checkpoint begins again
+            used = '"kind": "saved"' in text
+        goes_on = self.folder and self.is_in_out_dir()
+        if goes_on and self.folder == Path(self.cfg.resume):  # else newer ones are damaged
+            goes_on = self.folder.name >= max((folder.name for folder in there), default="")
+        foreign = [name for name in WRITTEN if (self.out_dir / name).exists()]
+        if "source.json" in foreign:  # they are a run's
+            foreign = []
+        if foreign or used and not goes_on:
+            there = listed(foreign or ["a run"])
+            what = f"holds {there}, which this run does not go on from and would overwrite"
             advice = "try --resume=auto, --overwrite or another --out_dir"
             raise UserError(f"out_dir={self.out_dir} {what}; {advice}")
 

@@ -161,7 +161,7 @@ def save_until_killed(folder, step, seconds):
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize(
-    "kills", [6, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
+    "kills", [4, pytest.param(60, marks=[pytest.mark.repeated, pytest.mark.slow])]
 )
 def test_kill_in_the_middle_of_saving(tmp_path, kills):
     """After each kill -9, at a random moment of endless saving, the newest checkpoint is whole."""
