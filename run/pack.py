@@ -57,8 +57,13 @@ def is_by_rows(name, tensor, owner):
 
 
 def ranks_of(model):
-    """How many ranks hold a model, and their type of device."""
-    return {"ranks": parallel.rank_and_size()[1], "device": parallel.device_of(model).type}
+    """How many ranks hold a model, among how many it is divided, and their type of device."""
+    p = next(model.parameters())
+    return {
+        "ranks": parallel.rank_and_size()[1],
+        "shards": p.device_mesh.size(-1) if isinstance(p, DTensor) else 1,
+        "device": parallel.device_of(model).type,
+    }
 
 
 def trees_of(state):
@@ -167,7 +172,7 @@ def unpack(state, values, tensors):
             saved = own.get(name, saved)
         if saved is None:
             ranks = f"each of {values['ranks']} ranks had its own {name}"
-            raise CheckpointError(f"{ranks}; go on with as many ranks")
+            raise CheckpointError(f"{ranks}; go on with as many, and the same --parallel")
         tensor = there.get(name)
         if not torch.is_tensor(tensor):
             tensor = new_tensor(saved, leaf, next(state.model.parameters()))
@@ -187,7 +192,9 @@ def unpack(state, values, tensors):
     if same_ranks:
         load_rank(state.model, trees["rank"])
     else:
-        before = f"saved by {values['ranks']} ranks on {values['device']}"
+        before = (
+            f"saved by {values['ranks']} ranks, {values['shards']} shards on {values['device']}"
+        )
         warnings.append(f"{before}: random numbers and fp8's scales start afresh")
     return warnings
 
