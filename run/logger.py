@@ -115,7 +115,7 @@ class Logger:
         path = self.out_dir / "log.jsonl"
         with files.writable(out_dir):
             files.write_json(path.with_name("config.json"), config)
-            self.file = open(path, "ab", buffering=0, opener=files.no_link)
+            self.file = open(path, "ab", buffering=0)
             # a kill may have cut the last line short: it would spoil the next one
             self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
         if wandb:

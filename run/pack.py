@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from optim import parts_of
 from scale import generators, parallel
 from scale.shards import copy_into
-from system.errors import UserError
+from system.errors import UserError, listed
 
 PLAIN = (type(None), bool, int, float, str)
 
@@ -29,23 +29,34 @@ def pack(state):
     Raises CheckpointError for what is no tree.
     """
     weights = dict(state.model.named_parameters())
+    on_cpu = next(iter(weights.values())).is_cpu
     tensors = {"model": dict(weights)}
-    leaves, shape = flattened(trees_of(state))
+    leaves, tree = flattened(trees_of(state))
     for name, leaf in leaves.items():
         group, _, inner = name.partition("/")
         if torch.is_tensor(leaf):
             tensors.setdefault(group, {})[inner] = leaf
-            owner = weights.get(inner.split("/")[1]) if group == "optimizer" else None
-            leaves[name] = described(name, leaf, owner, state.model)
+            by_rows = is_by_rows(name, leaf, weights.get(name.split("/")[-2]))
+            leaves[name] = {"rows": by_rows, "cpu": leaf.is_cpu and not on_cpu}
         elif not isinstance(leaf, PLAIN):
             holds = "tensors, numbers, texts, and dicts, lists and tuples of them"
             kind = type(leaf).__name__
             raise CheckpointError(f"{name} is of type {kind}; a checkpoint holds {holds}")
     values = {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
-    return tensors, values | layout(state.model) | {"leaves": leaves, "tree": shape}
+    return tensors, values | ranks_of(state.model) | {"leaves": leaves, "tree": tree}
 
 
-def layout(model):
+def is_by_rows(name, tensor, owner):
+    """Whether a tensor is saved by rows. owner: the parameter whose state it is, or None."""
+    if isinstance(tensor, DTensor):
+        if Shard(0) not in tensor.placements:
+            layout = f"{name} is divided as {tensor.placements}"
+            raise CheckpointError(f"{layout}; a checkpoint holds tensors that are divided by rows")
+        return True
+    return owner is not None and owner.shape == tensor.shape and not isinstance(owner, DTensor)
+
+
+def ranks_of(model):
     """How many ranks hold a model, among how many it is divided, and their type of device."""
     p = next(model.parameters())
     return {
@@ -57,13 +68,11 @@ def layout(model):
 
 def trees_of(state):
     """{group: tree} of what a train.State holds beside its weights and numbers."""
-    own = {}
-    for name, value in state.own.items():
-        own[name] = value.state_dict() if hasattr(value, "state_dict") else value
+    own = state.own.items()
     return {
         "model": persistent_buffers(state.model),
-        "optimizer": optimizer_tree(state.optimizer, state.model),
-        "own": own,
+        "optimizer": optimizer_trees(state.optimizer, state.model),
+        "own": {name: x.state_dict() if hasattr(x, "state_dict") else x for name, x in own},
         "scaler": state.scaler.state_dict(),
         "loader": state.loader.state_dict(),
         "rank": rank_tree(state.model),
@@ -79,43 +88,27 @@ def flattened(trees):
     named = {}
     for path, leaf in leaves:
         name = "/".join(str(getattr(part, "key", getattr(part, "idx", ""))) for part in path)
-        if name in named:
-            raise CheckpointError(f"a checkpoint cannot hold two values by the name {name}")
         named[name] = leaf
+    if len(named) < len(leaves):
+        raise CheckpointError("a checkpoint cannot hold two values by one name, as of 1 and '1'")
     return named, pytree.treespec_dumps(shape)
 
 
-def described(name, tensor, owner, model):
-    """What the JSON says of a tensor. owner: the parameter that it is a state of, or None."""
-    found = {}
-    if isinstance(tensor, DTensor):
-        if Shard(0) not in tensor.placements:
-            layout = f"{name} is divided as {tensor.placements}"
-            raise CheckpointError(f"{layout}; a checkpoint holds tensors that are divided by rows")
-        found["rows"] = True
-    elif owner is not None and owner.shape == tensor.shape and not isinstance(owner, DTensor):
-        found["rows"] = True
-    if tensor.is_cpu and not next(model.parameters()).is_cpu:
-        found["cpu"] = True
-    return found
-
-
-def optimizer_tree(optimizer, model):
-    """What an optimizer holds: its states, and what steps have changed of its groups.
+def optimizer_trees(optimizer, model):
+    """What an optimizer's parts hold: states, and what steps have changed of their groups.
 
     One with a `state_dict` of its own says itself what it holds.
     """
     names = {p: name for name, p in model.named_parameters()}
-    states = {}
-    parts = []
+    found = []
     for part in parts_of(optimizer):
-        if type(part).state_dict is not torch.optim.Optimizer.state_dict:
-            parts.append(part.state_dict())
-            continue
-        for key, value in part.state.items():
-            states[names[key] if torch.is_tensor(key) else key] = value
-        parts.append([changed_by_steps(group) for group in part.param_groups])
-    return {"states": states, "parts": parts}
+        if type(part).state_dict is torch.optim.Optimizer.state_dict:
+            states = {names.get(key, key): state for key, state in part.state.items()}
+            groups = [changed_by_steps(group) for group in part.param_groups]
+            found.append({"states": states, "groups": groups})
+        else:
+            found.append(part.state_dict())
+    return found
 
 
 def changed_by_steps(group):
@@ -161,80 +154,78 @@ def magnitudes(model):
 def unpack(state, values, tensors):
     """Fills a new train.State, whose model has the weights already; returns warnings.
 
-    values: the JSON; tensors: {group: {name: tensor, or what gives its rows (see copy_into)}}.
-    Tensors that the state has are filled, others are made.
+    values: the JSON; tensors: {group: {name: tensor, or what gives its rows (see copy_into)}},
+    with a group of each rank for those of its own. Tensors that the state has are filled, others
+    are made.
     """
-    now = layout(state.model)
-    beside = next(state.model.parameters())
-    own_rank = all(now[name] == values[name] for name in ("ranks", "device"))
+    rank, _ = parallel.rank_and_size()
+    own = tensors.get(f"rank{rank:05d}", {})
+    same_ranks = ranks_of(state.model).items() <= values.items()
     there, _ = flattened(trees_of(state))
     leaves = dict(values["leaves"])
     for name, leaf in leaves.items():
-        if isinstance(leaf, dict) and (own_rank or not name.startswith("rank/")):
-            leaves[name] = filled(name, there.get(name), values, tensors, beside=beside, now=now)
+        group, _, inner = name.partition("/")
+        if not isinstance(leaf, dict) or group == "rank" and not same_ranks:
+            continue
+        saved = tensors.get(group, {}).get(inner)
+        if same_ranks:
+            saved = own.get(name, saved)
+        if saved is None:
+            ranks = f"each of {values['ranks']} ranks had its own {name}"
+            raise CheckpointError(f"{ranks}; go on with as many, and the same --parallel")
+        tensor = there.get(name)
+        if not torch.is_tensor(tensor):
+            tensor = new_tensor(saved, leaf, next(state.model.parameters()))
+        if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
+            was, here = ([*x.shape, x.dtype] for x in (saved, tensor))
+            raise CheckpointError(f"{name} is {was} in the checkpoint, now {here}")
+        copy_into(tensor, saved)
+        leaves[name] = tensor
     trees = pytree.tree_unflatten(leaves.values(), pytree.treespec_loads(values["tree"]))
     load_optimizer(state.optimizer, trees["optimizer"], state.model)
-    warnings = load_own(state.own, trees["own"])
     state.scaler.load_state_dict(trees["scaler"])
     state.loader.load_state_dict(trees["loader"])
     state.step = values["step"]
     state.tokens = values["tokens"]
     state.seconds = values["seconds"]
-    if own_rank:
+    warnings = load_own(state.own, trees["own"])
+    if same_ranks:
         load_rank(state.model, trees["rank"])
     else:
-        before = f"saved by {values['ranks']} ranks on {values['device']}"
+        before = (
+            f"saved by {values['ranks']} ranks, {values['shards']} shards on {values['device']}"
+        )
         warnings.append(f"{before}: random numbers and fp8's scales start afresh")
     return warnings
 
 
-def filled(name, there, values, tensors, *, beside, now):
-    """The tensor of a name. there: what the state has in its place, if anything.
+def new_tensor(saved, leaf, beside):
+    """An empty tensor for one that was saved; leaf: how.
 
-    beside: a parameter, as which a new tensor is laid out; now: `layout` of the model.
+    beside: a parameter, as which what is saved by rows is divided.
     """
-    group, _, inner = name.partition("/")
-    saved = tensors.get(group, {}).get(inner)
-    leaf = values["leaves"][name]
-    by_rows = "rows" in leaf
-    if saved is None:
-        own = f"each of {values['ranks']} ranks had its own {name}"
-        raise CheckpointError(f"{own}; go on with as many ranks, not {now['ranks']}")
-    if not torch.is_tensor(there):
-        if not by_rows and saved.shape.numel() > 1 and now["shards"] != values["shards"]:
-            own = f"{name} has the shape of no parameter and was saved by {values['shards']} shards"
-            raise CheckpointError(f"{own}; go on with as many, not {now['shards']}")
-        options = {"dtype": saved.dtype}
-        if by_rows and isinstance(beside, DTensor):
-            options |= dict(device_mesh=beside.device_mesh, placements=beside.placements)
-            there = distributed.empty(saved.shape, **options).to(beside.device)
-        else:
-            device = "cpu" if "cpu" in leaf else beside.device
-            there = torch.empty(saved.shape, **options, device=device)
-    if (there.shape, there.dtype) != (saved.shape, saved.dtype):
-        was, here = ([*tensor.shape, tensor.dtype] for tensor in (saved, there))
-        raise CheckpointError(f"{name} is {was} in the checkpoint, now {here}")
-    copy_into(there, saved)
-    return there
+    if leaf["rows"] and isinstance(beside, DTensor):
+        layout = dict(device_mesh=beside.device_mesh, placements=beside.placements)
+        tensor = distributed.empty(saved.shape, dtype=saved.dtype, **layout)
+        return tensor.to(beside.device)  # the CPU with offload_states
+    device = "cpu" if leaf["cpu"] else beside.device
+    return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
 
-def load_optimizer(optimizer, tree, model):
-    """Gives a new optimizer what `optimizer_tree` found.
+def load_optimizer(optimizer, trees, model):
+    """Gives a new optimizer what `optimizer_trees` found.
 
     PyTorch's own load_state_dict would cast each state to the dtype of its parameter.
     """
     parameters = dict(model.named_parameters())
-    parts = parts_of(optimizer)
-    owners = {p: part for part in parts for group in part.param_groups for p in group["params"]}
-    for name, states in tree["states"].items():
-        p = parameters.get(name, name)
-        owners.get(p, parts[0]).state[p] = states
-    for part, saved in zip(parts, tree["parts"], strict=True):
-        if isinstance(saved, dict):
+    for part, saved in zip(parts_of(optimizer), trees, strict=True):
+        if type(part).state_dict is not torch.optim.Optimizer.state_dict:
             part.load_state_dict(saved)
             continue
-        for group, values in zip(part.param_groups, saved, strict=True):
-            group.update(values)
+        for name, state in saved["states"].items():
+            part.state[parameters.get(name, name)] = state
+        for group, changed in zip(part.param_groups, saved["groups"], strict=True):
+            group.update(changed)
 
 
 def load_rank(model, tree):
@@ -248,15 +239,12 @@ def load_rank(model, tree):
 
 
 def load_own(own, saved):
-    """Fills State.own; returns warnings of what is on one side alone."""
-    warnings = []
-    for name in sorted(own.keys() - saved.keys()):
-        warnings.append(f"own[{name!r}] is not in the checkpoint: it begins as it is made")
+    """Fills State.own; returns warnings, of what is on one side alone."""
+    alone = sorted(own.keys() ^ saved.keys())  # the loop may make it in its first step
     for name, value in saved.items():
         if hasattr(own.get(name), "load_state_dict"):
             own[name].load_state_dict(value)
-            continue
-        if name not in own:  # the loop may make it in its first step
-            warnings.append(f"own[{name!r}] is the checkpoint's; this run has not made it so far")
-        own[name] = value
-    return warnings
+        else:
+            own[name] = value
+    words = f"State.own: {listed(alone)}: in the checkpoint alone, or in this run alone"
+    return [words] if alone else []

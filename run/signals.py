@@ -6,7 +6,6 @@ import signal
 import time
 
 import torch
-from torch.utils.checkpoint import CheckpointError as RecomputationError
 
 from scale import memory, parallel
 from system.errors import UserError
@@ -91,9 +90,6 @@ def errors_explained(cfg, world):
     except torch.OutOfMemoryError:
         _, total = torch.cuda.mem_get_info(world.device)
         raise UserError(memory.advice(cfg, world.size, total)) from None
-    except RecomputationError as error:
-        hint = "a block must compute the same each time it runs on the same input; try --remat=none"
-        raise UserError(f"remat={cfg.remat}: {first_line(error)}; {hint}") from None
     except RuntimeError as error:
         # gloo's errors have no type
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):

@@ -1,6 +1,5 @@
 """Loads a trained model and its tokenizer for scripts: a checkpoint or Hugging Face weights."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,10 +54,6 @@ def other(cfg):
     """The settings of the model in the folder cfg.against; None without one."""
     if not cfg.against:
         return None
-    if not os.path.isdir(cfg.against):
-        raise UserError(
-            f"against={cfg.against}: no such folder; expected a run's or a checkpoint's"
-        )
     return replace(cfg, checkpoint=cfg.against, pretrained=None)
 
 

@@ -6,7 +6,6 @@ Imports nothing of this repository.
 
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import signal
@@ -81,7 +80,7 @@ def this_rank():
 
 def is_rank_0():
     """Whether this process is rank 0 or no rank, known before a process group exists."""
-    return os.environ.get("RANK") in (None, "", "0")
+    return this_rank().rank == 0
 
 
 # -- the console
@@ -135,8 +134,6 @@ def in_one_line():
         yield
     except BrokenPipeError:  # | head
         os._exit(141)
-    except KeyboardInterrupt:
-        stop()
     except UserError as error:
         fail(error.args, error.exit_code, error.follows)
     except (Exception, SystemExit):
@@ -146,17 +143,12 @@ def in_one_line():
 
 
 def fail(problems, code, follows=False):
-    """Prints problems, which torchrun's report has too, and ends the process.
+    """Prints problems and ends the process.
 
     Rank 0 does so at once. Another rank waits first, as does one whose error `follows` from the
     end of another. So an error that all ranks have is told once: torchrun ends those that wait.
     """
     rank, _, local_rank, _ = this_rank()
-    words = "\n".join(map(str, problems))
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # a full disk
-            Path(report).write_text(json.dumps({"message": message}))
     if launched() and (rank or follows):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(WAIT + local_rank / 4)  # torchrun looks every 0.1 s

@@ -72,11 +72,6 @@ def writable(out_dir):
         raise UserError(f"out_dir={out_dir}: {name}: {why}; try another --out_dir") from None
 
 
-def no_link(path, flags):
-    """An opener for `open` that follows no link, which may lead to any file."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
-
-
 class Lock:
     """The lock (flock) on out_dir/run.lock of the one run that may write in out_dir.
 
@@ -96,7 +91,7 @@ class Lock:
         with writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / "run.lock"
-            file = open(path, "a+", errors="replace", opener=no_link)
+            file = open(path, "a+", errors="replace")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -133,13 +128,11 @@ def read_json(path, error=UserError, form=lambda value: True):
 
     error: a kind of UserError.
     """
-    if not os.path.isfile(path) and os.path.exists(path):
-        raise error(f"{path}: a folder, a pipe or a device; expected a file")
     try:
         value = json.loads(Path(path).read_bytes())
     except OSError as problem:
         raise error(f"{path}: {problem.strerror}") from None
-    except (ValueError, RecursionError) as problem:
+    except ValueError as problem:
         raise error(f"{path} is damaged: it is not valid JSON ({problem})") from None
     for wrong in misfits(value, form):
         raise error(f"{path} is damaged: {wrong}")
@@ -175,26 +168,21 @@ def plain_name(value):
     return plain and len(value.encode()) < 256
 
 
-def misfits(value, form, at=""):
+def misfits(value, form, at="it"):
     """Yields the places where a value of JSON is not of `form`, in words.
 
     form: a test; a value; (form, ...) for alternatives; [form] for a list; {name: form} for an
     object, where names with ? may be absent and others are free; {str: form} for any names.
     """
-    where = at or "it"
     if isinstance(form, dict) and isinstance(value, dict):
         if str in form:
             form = dict.fromkeys(value, form[str])
         for key, inner in form.items():
-            name = key
-            if key not in value:
-                name = key.removesuffix("?")
+            name = key.removesuffix("?")
             if name in value:
-                yield from misfits(
-                    value[name], inner, f"{at}.{reprlib.repr(name)[1:-1]}".lstrip(".")
-                )
+                yield from misfits(value[name], inner, f"{at}.{name}")
             elif name == key:
-                yield f"{where} has no {key}"
+                yield f"{at} has no {key}"
         return
     if isinstance(form, list) and isinstance(value, list):
         for i, item in enumerate(value):
@@ -207,7 +195,7 @@ def misfits(value, form, at=""):
     else:
         fits = type(value) is type(form) and value == form
     if not fits:
-        yield f"{where} is {reprlib.repr(value)}, which it cannot be"
+        yield f"{at} is {reprlib.repr(value)}, which it cannot be"
 
 
 def patiently(call, *args, **options):

@@ -19,24 +19,31 @@ from settings import Config
 from system import files
 
 Error = pack.CheckpointError  # of a checkpoint that cannot be taken, or written
-JSON = ("manifest.json", "state.json")  # its files that are no tensors
-# of state.json: what another right checkpoint may have otherwise
-FREE = ("tokens", "seconds", "ranks", "shards", "device", "leaves", "tree", "wandb_id")
-SAFETENSORS = ("model", "optimizer", "rank00000")  # its files of tensors, on one rank
 CPU = torch.device("cpu")
 ONE = parallel.World(0, 1, CPU)
 
-find = checkpoint.find  # the newest whole one of a run, or of a path itself
 folders = checkpoint.folders  # a run's, oldest first
-problem = checkpoint.problem  # what is wrong with one, in words; None if it is whole
+
+
+def find(path):
+    """The newest whole checkpoint of a run, or of a path itself."""
+    return checkpoint.open_whole(path)[0]
+
+
+def problem(folder):
+    """What is wrong with a checkpoint, in words; None if it is whole."""
+    try:
+        checkpoint.verified(folder)
+    except Error as error:
+        return str(error)
 
 
 def load(folder):
     """({kind: {name: tensor}}, state) of a checkpoint, the rows of all ranks put together.
 
-    Kinds are model, optimizer ("states/<parameter>/<state>"), own, and of a rank's own rank00000.
+    Kinds are model, optimizer ("0/states/<parameter>/<state>"), own, rank00000.
     """
-    tensors, state = checkpoint.read(folder)
+    tensors, state, _ = checkpoint.verified(Path(folder))
     read = {}
     for kind, stored in tensors.items():
         read[kind] = {name: tensor[...] for name, tensor in stored.items()}
@@ -86,18 +93,19 @@ def parts(folder):
 # -- written by tests
 
 
-def save(out_dir, step, tensors, state, keep_last=2):
+def save(out_dir, step, tensors, state, keep_last=2, last=None):
     """Saves what `load` returned, or as much of it as a test needs; returns the folder.
 
-    state may have a val_loss, by which the best checkpoint is chosen.
+    state may have a val_loss, by which the best checkpoint is chosen. last: the step from which the
+    run goes on; None: the newest.
     """
     state = {"config": {}} | state
     score = state.pop("val_loss", None)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    one = checkpoint.Saver(ONE, out_dir, keep_last)
-    if best(out_dir).get("step", 0) < step:
-        one.best = best(out_dir)
-    own = [checkpoint.File(f"{kind}.safetensors", of_kind) for kind, of_kind in tensors.items()]
+    if last is None:
+        last = max(map(checkpoint.step_of, folders(out_dir)), default=None)
+    one = checkpoint.Saver(ONE, out_dir, keep_last, last=last)
+    own = {f"{kind}.safetensors": of_kind for kind, of_kind in tensors.items()}
     one.write(step, own, state)
     if score is not None:
         one.evaluated(step, score)
@@ -130,10 +138,10 @@ def while_writing(before=None, after=None, put=setattr):
     """
     write = checkpoint.save_file
 
-    def around(tensors, path, *more):
+    def around(tensors, path):
         if before:
             before(path)
-        write(tensors, path, *more)
+        write(tensors, path)
         if after:
             after(path)
 

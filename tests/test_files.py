@@ -26,14 +26,6 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside(tmp_path, monkeypatch,
     assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.fault(102)
-def test_a_pipe_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(UserError, match=f"{path}: a folder, a pipe or a device; expected a"):
-            files.read_json(path)
-
-
 HOLD = "import sys; from system.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
 HOLD += "print('held', flush=True); input()"
 

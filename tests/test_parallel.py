@@ -327,7 +327,7 @@ def test_disk_full_on_one_rank_ends_all_with_the_same_line(data_dir, tmp_path, a
     words = flags(data_dir, tmp_path / "run", parallel="fsdp", async_save=async_save, **SHARDED)
     (code, text), other = ranks.call(2, train_with_a_broken_write, words, "full", timeout=60)
     assert code == 4 and other == (code, text)
-    assert "rank 1: [Errno 28] No space left" in text and "\n" not in text
+    assert re.search("rank 1: .*No space left", text) and "\n" not in text
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step_00000004"]
 
 

@@ -39,7 +39,7 @@ def test_an_edit_since_the_run_is_named(tmp_path, begin):
     (here / "model.py").write_text("edited")
     begin()
     assert source.warning(run).startswith("fast/new.cu, model.py: ")
-    (run / "source.json").write_text('{"files": 3}')
+    (run / "source.json").write_text('{"files"')
     assert source.warning(run) is None
 
 
