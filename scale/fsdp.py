@@ -57,7 +57,7 @@ def layers_for_8_bits(model, read_elsewhere):
     uses = Counter(getattr(layer, "weight", None) for layer in layers.values())
     found = []
     for name, layer in layers.items():
-        if name not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
+        if f"{name}.weight" not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
             found.append(layer)
     return found
 
