@@ -22,11 +22,12 @@ from system.errors import UserError
 
 def proved(edit, words):
     """(what prove says, "refused: ..." of a UserError, and what it prints) in a rank."""
+    import run.prove
     import train
     from run.build import make_loader
-    from run.prove import prove
     from scale import parallel
 
+    run.prove.PATIENCE_S = 20
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         if edit:
@@ -36,7 +37,7 @@ def proved(edit, words):
         loader = make_loader(cfg, world)
         before = loader.state_dict()
         try:
-            ((_, found),) = prove(train.Training, cfg, world, loader, None)
+            ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, None)
             assert loader.state_dict() == before
         except UserError as error:
             found = f"refused: {error}"
