@@ -279,7 +279,8 @@ def wrap(model, cfg, world, analysis, optimizer):
     from scale import ddp, fsdp  # files that `import train` need not load
 
     if cfg.parallel == "ddp":
-        return ddp.wrap(model, cfg, world, analysis.some_without_gradient), []
+        unused = bool(analysis.problem or analysis.unused or analysis.draws)
+        return ddp.wrap(model, cfg, world, unused), []
     return model, fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
 
 

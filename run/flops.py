@@ -160,11 +160,6 @@ class ModelAnalysis:
             if not self.problem and p.requires_grad and p.grad is None:
                 self.unused.append(name)
 
-    @property
-    def some_without_gradient(self):
-        """Whether a micro-step may leave parameters without a gradient."""
-        return bool(self.problem or self.unused or self.draws)
-
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation; None if it is unknown.
 
@@ -187,7 +182,7 @@ class ModelAnalysis:
             by_reason.setdefault(reason, []).append(f"{name} {n}")
         rows.append(("operations", f"fused: {', '.join(by_reason.pop(None)) or 'none'}"))
         for reason, names in by_reason.items():
-            rows.append(("", f"plain: {', '.join(names)} ({reason})"))
+            rows.append(("plain", f"{', '.join(names)}: {reason}"))
         for edit in dict.fromkeys(forms.edits.values()):
             rows.append(("edited", f"{edit}, and runs as it stands, in plain PyTorch"))
         if self.unused:

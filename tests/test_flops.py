@@ -76,7 +76,7 @@ def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
 def test_reasons_of_plain_calls(monkeypatch):
     found, cfg = analysed(n_hidden=100)
     assert found.calls["mlp", "a width is no multiple of 8"] == 3
-    assert "mlp 3, linear 6 (a width" in str(found.rows())
+    assert "mlp 3, linear 6: a width" in str(found.rows())
     found, _ = analysed(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(forms, "enabled", set())
