@@ -27,7 +27,7 @@ def proved(edit, words):
     from run.build import make_loader
     from scale import parallel
 
-    run.prove.PATIENCE_S = 20
+    run.prove.PATIENCE_S = 10
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         if edit:
