@@ -173,7 +173,7 @@ class ModelAnalysis:
         """Rows of the start-up summary: which calls are fused, which are plain, and why."""
         rows = []
         if self.new:
-            rows.append(("new", f"not in the checkpoint, with first values: {listed(self.new)}"))
+            rows.append(("new", f"{listed(self.new)}: not in the checkpoint, with first values"))
         if self.problem:
             rows.append(("operations", "not counted, nor is MFU: the forward fails on meta"))
             return [*rows, ("", self.problem)]
