@@ -329,7 +329,7 @@ def build(cfg, device, seed=None, dtype=torch.float32):
     if seed is not None:
         torch.manual_seed(seed)
     with torch.device(device):
-        model = first_values.made(lambda: GPT(shape_of(cfg)), in_dtype, fill=True).to(device)
+        model = first_values.made(lambda: GPT(shape_of(cfg)), in_dtype).to(device)
     if seed is not None:
         torch.manual_seed(seed)
         model.init_weights()
@@ -342,7 +342,7 @@ def shape_of(cfg):
 
 def on_meta(cfg):
     """A GPT of cfg's shape whose parameters take no memory yet, for `allocate`."""
-    model = first_values.made(lambda: GPT(shape_of(cfg)), first_values.to_meta, fill=False)
+    model = first_values.made(lambda: GPT(shape_of(cfg)), first_values.to_meta)
     # of an edit's parameters, for optim.py; `allocate` makes other parameters
     model.parameter_attributes = {name: vars(p) for name, p in model.named_parameters()}
     return model

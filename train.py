@@ -114,8 +114,8 @@ class Training:
             if self.graph:
                 sums = self.graph(*batch, average=last)
             else:
-                with parallel.sync_gradients(self.model, last):
-                    sums = self.micro_step(*batch)
+                parallel.sync_gradients(self.model, last)
+                sums = self.micro_step(*batch)
             totals = self.figures.add(totals, sums)
         return totals
 

@@ -47,10 +47,6 @@ def choose(cfg, device):
     least = None if None in free else min(free)
     cfg, chosen = memory.choose(cfg, ranks, least)
     reasons |= chosen
-    if "batch_size" in reasons:
-        parameters = sum(p.numel() for p in models.on_meta(cfg).parameters())
-        if forms.edits or parameters != memory.total_and_block_parameters(cfg)[0]:
-            reasons["batch_size"] += "; what an edit of model.py or kernels.py takes is not counted"
     shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
     return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
 
@@ -158,7 +154,8 @@ def build_model(cfg, world, weights=None, eot=None):
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
     if is_sharded(cfg):
-        model = without_parameters(cfg, device)
+        with torch.device(device):  # its buffers and other tensors; its parameters are on meta
+            model = models.on_meta(cfg)
         prepare(model, cfg, world, eot, analysis)
         models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
     else:
@@ -178,19 +175,6 @@ def build_model(cfg, world, weights=None, eot=None):
         fast.fp8.reset(model)
     model.trained = parallel.trained(model)
     return model, analysis
-
-
-def without_parameters(cfg, device):
-    """A model whose parameters are on meta and whose buffers and other tensors on the device."""
-    try:
-        with torch.device(device):
-            return models.on_meta(cfg)
-    except (RuntimeError, TypeError) as error:
-        if "meta" not in str(error):
-            raise
-        why = f"has parameters without values where FSDP2 shards ({error})".partition("\n")[0]
-        advice = "give them values in reset_parameters() (docs/experiment.md)"
-        raise UserError(f"model.py: an __init__ {why}; {advice}") from error
 
 
 def separator(cfg):
@@ -295,7 +279,8 @@ def wrap(model, cfg, world, analysis, optimizer):
     from scale import ddp, fsdp  # files that `import train` need not load
 
     if cfg.parallel == "ddp":
-        return ddp.wrap(model, cfg, world, analysis.some_without_gradient), []
+        unused = bool(analysis.problem or analysis.unused or analysis.draws)
+        return ddp.wrap(model, cfg, world, unused), []
     return model, fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
 
 
@@ -335,10 +320,10 @@ def describe(cfg, training, start):
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
     optimizer = optim.unknown(state.optimizer)
     rows = [
-        ("parameters", f"{total:,}, of them {matmul:,} in matmuls; vocabulary padding not counted"),
+        ("parameters", f"{total:,} without vocabulary padding, {matmul:,} of them in matmuls"),
         *analysis.rows(),
         *training.rows,
-        ("optimizer", describe_optimizer(state.optimizer, cfg.lr)),
+        *describe_optimizer(state.optimizer, cfg.lr),
         ("memory", memory.describe(cfg, world.size, analysis.parameters, optimizer)),
     ]
     if hasattr(state.loader, "describe"):
@@ -346,10 +331,12 @@ def describe(cfg, training, start):
     else:
         rows.append(("data", f"batches of {type(state.loader).__name__}"))
     rows += describe_batch(cfg, world.size, training.accumulation)
+    if world.size > 1:
+        rows.append(("timeout_s", f"{cfg.timeout_s}: a rank for which others wait longer is lost"))
     if steps is None:
         seconds = f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps"
-        why = "number, and with it the weights, differs from run to run; max_steps does not count"
-        rows.append(("run", f"from step {state.step} on, {seconds}, whose {why}"))
+        rows.append(("run", f"from step {state.step} on, {seconds}; max_steps does not count"))
+        rows.append(("", "how many they are, and so the weights, differs from run to run"))
     else:
         rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
         if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
@@ -377,18 +364,18 @@ def describe_batch(cfg, size, accumulation):
 
 
 def describe_optimizer(optimizer, lr):
-    """The optimizer in words, by its param_groups: size, peak rate and decay.
+    """Rows of the optimizer and of its param_groups: size, peak rate and decay.
 
     lr: the peak rate, of which a group's own is its `factor`.
     """
     name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
     if any(group.get("fused") for group in optimizer.param_groups):
         name += ", fused"
-    words = [name]
+    rows = [("optimizer", f"{name}; with vocabulary padding:")]
     for group in optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         rate = lr * group.get("factor", 1.0)
         decay = group.get("weight_decay", 0.0)
         kind = group.get("kind", "all")
-        words.append(f"{kind}: {count:,} parameters, rate {rate:g}, decay {decay:g}")
-    return "; ".join(words) + "; vocabulary padding counted"
+        rows.append(("", f"{kind}: {count:,} parameters, rate {rate:g}, decay {decay:g}"))
+    return rows

@@ -1,6 +1,5 @@
 """What any model.py computes (operations, FLOPs, MFU), from a forward and backward on meta."""
 
-import inspect
 import pickle
 import re
 from collections import Counter
@@ -16,24 +15,23 @@ from scale import generators
 from scale.precision import DTYPES
 from system.errors import UserError, listed
 
-PRECISIONS = "fp8", "bf16", "fp16", "tf32", "fp32"
-# {pattern: dense TFLOP/s in these precisions}, from data sheets
+# {pattern: dense TFLOP/s in 16 bits, in fp32}, from data sheets: fp8 is twice the first, tf32 half
 # of the patterns in a device's name the first counts
 PEAK_TFLOPS = {
-    "B200|GB200": (4500, 2250, 2250, 1125, 75),
-    "H100 PCIe|H800 PCIe": (1513, 756, 756, 378, 51),
-    "H100 NVL|H200 NVL": (1671, 835, 835, 417, 60),
-    "H100|H200|H800|GH200": (1979, 989, 989, 494, 67),
-    "A100|A800": (None, 312, 312, 156, 19.5),
-    "L40S": (733, 362, 362, 183, 91.6),
-    "L4": (242, 121, 121, 60, 30.3),
-    "A10": (None, 125, 125, 62.5, 31.2),
-    "RTX 5090": (419, 209.5, 209.5, 104.8, 104.8),
-    "RTX 4090": (330, 165, 165, 82.6, 82.6),
-    "RTX 3090": (None, 71, 71, 35.6, 35.6),
-    "V100": (None, None, 125, None, 15.7),
-    "T4": (None, None, 65, None, 8.1),
-    "MI300X": (2615, 1307, 1307, 654, 163),  # fp32: of matrix units
+    "B200|GB200": (2250, 75),
+    "H100 PCIe|H800 PCIe": (756, 51),
+    "H100 NVL|H200 NVL": (835, 60),
+    "H100|H200|H800|GH200": (989, 67),
+    "A100|A800": (312, 19.5),
+    "L40S": (362, 91.6),
+    "L4": (121, 30.3),
+    "A10": (125, 31.2),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165, 82.6),
+    "RTX 3090": (71, 35.6),
+    "V100": (125, 15.7),
+    "T4": (65, 8.1),
+    "MI300X": (1307, 163),  # fp32: of matrix units
 }
 
 
@@ -44,10 +42,11 @@ def peak_flops(device, precision):
     name = torch.cuda.get_device_name(device)
     if re.search(r"\b(Laptop|D|MIG)\b", name):  # a smaller chip of that name, or a part of one
         return None
-    for pattern, peaks in PEAK_TFLOPS.items():
+    for pattern, (in_16_bits, in_fp32) in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100
-            tflops = peaks[PRECISIONS.index(precision)]
-            return None if tflops is None else tflops * 1e12
+            if precision == "fp32":
+                return in_fp32 * 1e12
+            return in_16_bits * 1e12 * {"fp8": 2, "tf32": 0.5}.get(precision, 1)
     return None
 
 
@@ -82,11 +81,10 @@ class OperationCounter:
         forms.counting = None
 
     def run(self, form, definition, args, kwargs):
-        """A call in plain PyTorch, which the form notes."""
+        """A call in plain PyTorch, which the form notes; none of the forms returns a result."""
         outer = self.inside
-        result = form(definition, *args, **kwargs)
-        if result is None:
-            result = definition(*args, **kwargs)
+        form(definition, *args, **kwargs)
+        result = definition(*args, **kwargs)
         self.inside = outer
         return result
 
@@ -109,7 +107,7 @@ class OperationCounter:
 
 
 class ParametersRead(TorchFunctionMode):
-    """Within it, notes the parameters from which a function computes tensors."""
+    """Within it `found` gets the tensors of which others are made, parameters among them."""
 
     def __init__(self):
         super().__init__()
@@ -117,20 +115,9 @@ class ParametersRead(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if any(torch.is_tensor(leaf) for leaf in tree_leaves(result)):
-            given = tree_leaves((args, kwargs))
-            self.found.update(leaf for leaf in given if isinstance(leaf, torch.nn.Parameter))
+        if any(map(torch.is_tensor, tree_leaves(result))):
+            self.found.update(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         return result
-
-
-def on_meta(cfg):
-    """A model of which nothing has values, or, where `__init__` reads some, no parameter has."""
-    try:
-        with torch.device("meta"):
-            model = models.on_meta(cfg)
-    except Exception:  # of any type: the edit's
-        model = models.on_meta(cfg)
-    return model.to("meta")
 
 
 class ModelAnalysis:
@@ -138,15 +125,16 @@ class ModelAnalysis:
 
     unused: parameters without a gradient. regular: every block ran once. draws: the forward drew
     from numpy's or Python's random numbers, which may decide what runs.
-    read_elsewhere: names of the blocks' linear layers whose weight is read by something other than
-    an operation of kernels.py. problem: why the forward could not be run without values, so that
-    nothing of this is known: values may decide which parameters it uses.
+    read_elsewhere: parameters that something other than an operation of kernels.py reads. problem:
+    why the forward could not be run without values, so that nothing of this is known: values may
+    decide which parameters it uses.
     """
 
     def __init__(self, cfg, device):
-        model = on_meta(cfg)
-        refuse_other_forms(model)
-        runs = count_runs(model)
+        model = models.on_meta(cfg).to("meta")
+        ran = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, *_: ran.append(block))
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
         generators.seed(cfg.seed)  # as all ranks do, since DDP depends on what is found
@@ -157,8 +145,6 @@ class ModelAnalysis:
             except UserError:
                 raise
             except Exception as error:  # of any type: meta tensors have no values
-                if isinstance(error, TypeError) and "meta" not in str(error):
-                    raise
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.calls = operations.calls
         self.peak = peak_flops(device, cfg.precision)
@@ -166,21 +152,13 @@ class ModelAnalysis:
         # parameters and buffers that no checkpoint gave a value, though one was loaded
         self.new = []
         self.draws = before != pickle.dumps(generators.others())
-        self.regular = False
+        self.regular = ran == list(model.blocks)
         self.unused, self.read_elsewhere = [], []
-        if not self.problem:
-            self.regular = all(runs[block] == 1 for block in model.blocks)
-            for name, p in model.named_parameters():
-                if p.requires_grad and p.grad is None:
-                    self.unused.append(name)
-        for name, layer in model.blocks.named_modules(prefix="blocks"):
-            if isinstance(layer, torch.nn.Linear) and (self.problem or layer.weight in read.found):
+        for name, p in model.named_parameters():
+            if self.problem or p in read.found:
                 self.read_elsewhere.append(name)
-
-    @property
-    def some_without_gradient(self):
-        """Whether a micro-step may leave parameters without a gradient."""
-        return bool(self.problem or self.unused or self.draws)
+            if not self.problem and p.requires_grad and p.grad is None:
+                self.unused.append(name)
 
     def mfu(self, tokens_per_s, devices):
         """Model FLOPs utilisation; None if it is unknown.
@@ -195,41 +173,21 @@ class ModelAnalysis:
         """Rows of the start-up summary: which calls are fused, which are plain, and why."""
         rows = []
         if self.new:
-            rows.append(
-                ("new", f"{listed(self.new)}: not in the checkpoint, with their initial values")
-            )
+            rows.append(("new", f"{listed(self.new)}: not in the checkpoint, with first values"))
         if self.problem:
-            why = f"not counted, nor is MFU: the forward fails on meta ({self.problem})"
-            return [*rows, ("operations", why)]
-        by_reason = {}
+            rows.append(("operations", "not counted, nor is MFU: the forward fails on meta"))
+            return [*rows, ("", self.problem)]
+        by_reason = {None: []}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")
-        words = []
-        if None in by_reason:
-            words.append(f"fast: {', '.join(by_reason.pop(None))}")
+        rows.append(("operations", f"fused: {', '.join(by_reason.pop(None)) or 'none'}"))
         for reason, names in by_reason.items():
-            words.append(f"plain: {', '.join(names)} ({reason})")
-        rows.append(("operations", "; ".join(words)))
+            rows.append(("plain", f"{', '.join(names)}: {reason}"))
         for edit in dict.fromkeys(forms.edits.values()):
             rows.append(("edited", f"{edit}, and runs as it stands, in plain PyTorch"))
         if self.unused:
-            names = listed(self.unused)
-            rows.append(
-                ("warning", f"no loss depends on {names}: these parameters stay as they are")
-            )
+            rows.append(("warning", f"no loss depends on {listed(self.unused)}"))
         return rows
-
-
-def count_runs(model):
-    """Counter of {a block: its runs} from now on."""
-    runs = Counter()
-
-    def count(block, *_):
-        runs[block] += 1
-
-    for block in set(model.blocks):  # an edit may have one of them several times
-        block.register_forward_hook(count)
-    return runs
 
 
 def flops_per_token(model, cfg, operations):
@@ -240,36 +198,15 @@ def flops_per_token(model, cfg, operations):
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        found = model(tokens, tokens, None, "mean")
-    refuse_other_results(found)
+        found = model(tokens, tokens, None, reduction="mean")
+    if not isinstance(found, tuple) or len(found) != 3:
+        expected = "expected (loss, count, extras), see docs/experiment.md"
+        raise UserError(f"model.py: GPT.forward returned something else; {expected}")
     found[0].backward()
     forward = counter.get_total_flops() - operations.attention
     if not cfg.document_mask:
         forward += operations.causal_attention
     padding = 0
-    if "linear_cross_entropy" in {name for name, _ in operations.calls}:  # the usual loss
+    if any(name == "linear_cross_entropy" for name, _ in operations.calls):  # the usual loss
         padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
     return 3 * (forward / cfg.block_size - padding)
-
-
-def refuse_other_results(found):
-    """Raises UserError unless a forward returned (loss, count, extras): two numbers and a dict."""
-    right = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
-    if right:
-        right = all(torch.is_tensor(number) and number.numel() == 1 for number in found[:2])
-    if not right:
-        shown = [tuple(leaf.shape) for leaf in tree_leaves(found) if torch.is_tensor(leaf)]
-        expected = "expected (loss, count, extras), see docs/experiment.md"
-        raise UserError(f"model.py: GPT.forward returned tensors of shapes {shown}; {expected}")
-
-
-def refuse_other_forms(model):
-    """Raises UserError for a forward that takes other arguments, and for a part compiled before."""
-    try:
-        inspect.signature(model.forward).bind("idx", "targets", "positions", reduction="mean")
-    except TypeError as error:
-        expected = "expected forward(idx, targets, positions=None, reduction='mean')"
-        raise UserError(f"model.py: GPT.forward: {error}; {expected}") from None
-    for name, _ in model.named_modules():
-        if "_orig_mod" in name:
-            raise UserError(f"model.py: {name} is compiled in __init__, and again by --compile")

@@ -8,7 +8,6 @@ change. Where a mode differs, the modes are left out in turn to find it. What no
 the rounding of fused kernels and what train.py's loop does itself, docs/experiment.md says.
 """
 
-import contextlib
 import gc
 import hashlib
 import itertools
@@ -19,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.utils.store import synchronize
 from torch.distributed.tensor import DTensor
 
 from run import source
@@ -37,7 +36,7 @@ PART = 32  # tokens of a row for each rank that shares it, of at least two
 # of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
 LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
-PATIENCE_S = 30  # until a rank counts as lost
+PATIENCE_S = 60  # until a rank counts as lost
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
 # each mode's value without it, and what breaks it most often
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}
@@ -46,15 +45,10 @@ CAUSES = {
     "context_parallel": "tokens mix outside attn.core or in the loss, or a core depends on heads",
     "parallel": "a block reads another one's parameters, or an update needs whole matrices",
 }
-MORE = "(docs/experiment.md)"
 
 
 class Wrong(Exception):
-    """What differs from plain code, on all ranks alike."""
-
-
-class Fails(Wrong):
-    """A trial that raised another error."""
+    """What differs from plain code, or fails, on all ranks alike."""
 
 
 class NotProved(Exception):
@@ -78,11 +72,20 @@ def prove(make, cfg, world, loader, eot):
         return [("prove", "done before, of this code with these settings and ranks")]
     if eot is None and cfg.document_mask:
         eot = separator(cfg)
+    proof = Proof(make, cfg, world, cropped(loader, cfg, eot), eot)
+    unit = memory.UNIT_MIB
+    memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
     try:
-        with undisturbed(cfg, world):
-            found = Proof(make, cfg, world, cropped(loader, cfg, eot), eot).run()
+        found = proof.run()
     except NotProved as why:
         return [("prove", f"not proved: {why}")]
+    except Wrong as why:
+        raise UserError(f"{why} (docs/experiment.md)") from None
+    finally:
+        memory.UNIT_MIB = unit
+        del proof
+        gc.collect()  # models refer to themselves
+        torch.cuda.empty_cache()
     rows = [("prove", f"{time.perf_counter() - began:.1f} s")]
     if cfg.dry_run:
         return rows + [("", words) for words in found]
@@ -115,30 +118,6 @@ def separators(T):
     return [T // 3 | 1, T * 2 // 3 | 1]
 
 
-@contextlib.contextmanager
-def undisturbed(cfg, world):
-    """Puts back random numbers, precision and time limits at its end."""
-    precision = torch.get_float32_matmul_precision()
-    unit = memory.UNIT_MIB
-    memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
-    limit_collectives(min(PATIENCE_S, cfg.timeout_s))
-    try:
-        with generators.preserved(world.device):
-            yield
-    finally:
-        limit_collectives(cfg.timeout_s)
-        memory.UNIT_MIB = unit
-        torch.set_float32_matmul_precision(precision)
-        gc.collect()  # models refer to themselves
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def limit_collectives(seconds):
-    if dist.is_initialized():
-        distributed_c10d._set_pg_timeout(parallel.time_limit(seconds), dist.group.WORLD)
-
-
 @dataclass
 class Proof:
     """The trials of a run; found: what they measured, in words."""
@@ -152,49 +131,40 @@ class Proof:
     asked = 0  # times that ranks told each other
 
     def run(self):
-        """What was measured; raises UserError if the run differs from plain code.
+        """What was measured; raises Wrong or UserError if the run differs from plain code.
 
         It must differ with each of two draws of weights: rounding may turn a choice of experts.
         """
         cfg = self.cfg
-        self.found = []
         self.draws = cfg.seed + self.world.rank  # the run's ranks draw other numbers, too
-        try:
-            words = self.difference(cfg)
-        except NotProved:
-            if memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
-                raise
-            self.narrow = False  # an edit may need a width, or a depth
-            words = self.difference(cfg)
+        words = self.difference(cfg)
         if words:
             cfg = replace(cfg, seed=cfg.seed + 1)
             words = self.difference(cfg)
         if words:
             self.explain(cfg, words)
-        try:
-            if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
-                self.on_all_ranks(self.compare_resumed)
-            with contextlib.suppress(Fails):  # a model may have no logits
-                self.on_all_ranks(self.compare_tokens)
-        except Wrong as why:
-            raise UserError(f"{why} {MORE}") from None
+        if cfg.save_interval or cfg.cuda_graph or cfg.dry_run:
+            self.on_all_ranks(self.compare_resumed)
+        self.on_all_ranks(self.compare_tokens)
         return self.found
 
     def difference(self, cfg):
         """How a step differs from plain code, in words, or None."""
+        self.found = []
         try:
             self.plain = self.on_all_ranks(self.trial, cfg)
         except Wrong as why:
-            raise NotProved(f"without any mode {why}") from None
+            if not self.narrow or memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
+                raise NotProved(f"without any mode {why}") from None
+            self.narrow = False  # an edit may need a width, or a depth
+            return self.difference(cfg)
         try:
             self.on_all_ranks(self.compare_step, cfg)
         except Wrong as why:
-            if isinstance(why.__cause__, UserError):
-                raise why.__cause__ from None
             return str(why)
 
     def explain(self, cfg, words):
-        """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
+        """Raises Wrong that names the mode in which a run differs, unless it draws numbers."""
         loss = self.plain["loss"]
         if self.on_all_ranks(self.trial, cfg)["loss"] != loss:
             raise NotProved("the same step twice differs: model.py draws from numbers of its own")
@@ -206,25 +176,34 @@ class Proof:
             if value != off and not self.difference(cfg):
                 if draws and (name == "context_parallel" or cfg.remat_tile):
                     raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
-                raise UserError(f"{name}={value}: {words}: {CAUSES[name]} {MORE}")
-        raise UserError(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} {MORE}")
+                raise Wrong(f"{name}={value}: {words}: {CAUSES[name]}")
+        raise Wrong(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words}")
 
     # -- a trial
 
     def build(self, cfg, weights=None):
         """A Training of settings that are changed to those of a trial."""
         B, T = self.batches[0][0].shape
-        changes = dict(batch_size=B, batch_schedule=None, init_from=None, clip=None, dropout=0.0)
-        changes |= dict(precision="fp32", weights="fp32", reduce_dtype="fp32", attention="flash")
-        changes |= dict(compile=False, cuda_graph=False, timeout_s=min(PATIENCE_S, cfg.timeout_s))
+        changes = dict(
+            batch_size=B,
+            batch_tokens=MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel),
+            batch_schedule=None,
+            init_from=None,
+            clip=None,
+            dropout=0.0,
+            precision="fp32",
+            weights="fp32",
+            reduce_dtype="fp32",
+            attention="flash",
+            compile=False,
+            cuda_graph=False,
+        )
         if self.narrow:
             width = 8 * cfg.n_head
             changes |= dict(block_size=T, n_layer=min(32, cfg.n_layer), head_dim=8)
             changes |= dict(n_embd=width, n_hidden=2 * width)
-        cfg = replace(cfg, **changes)
-        cfg.batch_tokens = MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel)
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
-        training = self.make(cfg, self.world, loader, weights, self.eot)
+        training = self.make(replace(cfg, **changes), self.world, loader, weights, self.eot)
         training.state.model.train()
         return training
 
@@ -254,7 +233,10 @@ class Proof:
             block.register_forward_hook(lambda *_, number=number: calls.append(number))
         totals = training.accumulate(self.batches_again().__next__)
         if not plain:
-            average(parameters, self.world.size)
+            for p in parameters.values():
+                if p.requires_grad:  # a rank may lack some
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    parallel.sum_over_ranks(p.grad.div_(self.world.size))
         norm = training.normalize_and_clip(totals)
         part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
         loss = part * training.rank_step_tokens / count
@@ -318,76 +300,76 @@ class Proof:
 
     @torch.no_grad()
     def compare_tokens(self):
-        """Logits when other tokens change. Warns of what may be meant."""
+        """Logits when other tokens change, and a loss in parts. Warns of what may be meant."""
         x, y = self.batches[0]
         T = x.size(1)
-        loss, count, logits = self.forward(x, y)
-        if self.world.size * self.cfg.micro_steps(self.world.size) > 1:
-            more, others, _ = self.forward(*self.batches[1])
-            together, all_, _ = self.forward(*map(torch.cat, zip(*self.batches)))
-            error, _ = largest_error({"": loss * count + more * others}, {"": together * all_})
-            if error > LIMITS["loss"] and loss == self.forward(x, y, seed=1)[0]:
-                why = "is no mean over tokens"
-                warn(f"model.py: the loss {why}, so it depends on ranks and micro-steps")
         last = separators(T)[-1]
-        if self.cfg.document_mask and self.moves(slice(last), slice(last, T)):
+        try:
+            loss, logits = self.forward(x, y)
+        except Exception:  # of any type: a model may have no logits, or others
+            return
+        if not logits.equal(self.forward(x, y)[1]):
+            return  # something else than tokens changes them
+
+        def changed_by(places):
+            other = x.clone()
+            other[:, places] = (x[:, places] + 1) % self.cfg.vocab_size
+            return self.forward(other, y)[1] - logits  # (B, T, V)
+
+        limit = LIMITS["loss"] * logits.norm()
+        if self.cfg.document_mask and changed_by(slice(last))[:, last:].norm() > limit:
             why = "a document's logits depend on the one before: tokens mix outside attn.core"
             raise Wrong(f"document_mask=True: {why}")
-        if self.moves(slice(T // 2, T), slice(T // 2)):
+        if changed_by(slice(T // 2, T))[:, : T // 2].norm() > limit:
             warn("model.py lets a token see later ones")
+        if loss == self.forward(x, y, seed=1)[0]:  # it draws no numbers, and nothing is kept
+            parts = loss + self.forward(*self.batches[1])[0]
+            together, _ = self.forward(*map(torch.cat, zip(*self.batches)))
+            if (parts - together).abs() > LIMITS["loss"] * together.abs():
+                why = "is no mean over tokens"
+                warn(f"model.py: the loss {why}, so it depends on ranks and micro-steps")
 
     def forward(self, x, y, seed=0):
-        """(loss, count, logits) of the plain model."""
+        """(the sum of the targets' losses, logits) of the plain model."""
         generators.seed(seed)
         model = self.plain["training"].model
         loss, count, _ = model(x, y, None)  # before the logits, for document masks
-        return loss, count, model.logits(x)
-
-    def moves(self, changed, seen):
-        """Whether other ids at some places change the logits at others, and nothing else does."""
-        x, y = self.batches[0]
-        other = x.clone()
-        other[:, changed] = (x[:, changed] + 1) % self.cfg.vocab_size
-        was, again, now = [self.forward(ids, y)[-1][:, seen] for ids in (x, x, other)]
-        error, _ = largest_error({"": now}, {"": was})
-        return was.equal(again) and error > LIMITS["loss"]
+        return loss * count, model.logits(x)
 
     # -- ranks
 
     def on_all_ranks(self, function, *arguments):
-        """A function's value; raises Wrong if it failed on all ranks alike, else UserError."""
-        value = error = words = None
+        """A function's value; raises its Wrong or UserError, or another error as Wrong.
+
+        UserError too where it failed on some ranks alone. Ranks tell each other over the store,
+        since one may wait in a collective for another that failed.
+        """
+        value = error = None
         try:
             value = function(*arguments)
-        except Exception as found:  # of any type: an edit's
+        except (Wrong, UserError) as found:
             error = found
-            words = str(error)
-            if not isinstance(error, Wrong):
-                words = f"this model.py fails: {type(error).__name__}: {first_line(error)}"
-        told = sorted((at, words) for at, words in self.exchanged([time.time(), words]) if words)
-        if not told:
-            return value
-        if [words for _, words in told] == [words] * self.world.size:
-            raise (Wrong if isinstance(error, Wrong) else Fails)(words) from error
-        # the first in time, for which others may have waited
-        raise UserError(f"on a rank {told[0][1]} {MORE}")
+        except Exception as found:  # of any type: an edit's
+            error = Wrong(f"this model.py fails: {type(found).__name__}: {first_line(found)}")
+        words = str(error or "")
+        for others in self.told(words):
+            if others != words:
+                raise UserError(f"on a rank alone {words or others} (docs/experiment.md)")
+        if error:
+            raise error
+        return value
 
-    def exchanged(self, own):
-        """[what each rank gives], as JSON.
-
-        Over the store, since a rank may wait in a collective for one that failed.
-        """
+    def told(self, words):
+        """What each rank says."""
         if self.world.size == 1:
-            return [own]
+            return [words]
         self.asked += 1
-        keys = [f"prove/{self.asked}/{rank}" for rank in range(self.world.size)]
-        store = distributed_c10d._get_default_store()
-        store.set(keys[self.world.rank], json.dumps(own))
+        place = self.world.rank, self.world.size, f"prove/{self.asked}/", PATIENCE_S
         try:
-            store.wait(keys, parallel.time_limit(2 * PATIENCE_S))
-        except RuntimeError:
-            raise UserError(f"a rank does not come; {own[-1]}") from None
-        return [json.loads(store.get(key)) for key in keys]
+            told = synchronize(distributed_c10d._get_default_store(), words.encode(), *place)
+        except RuntimeError:  # others wait in a collective
+            return [words, "a rank does not come"]
+        return [found.decode() for found in told]
 
 
 # -- parts of a trial
@@ -399,14 +381,6 @@ def fill(model, seed):
     generators.seed(seed)
     for p in model.parameters():
         p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
-
-
-def average(parameters, size):
-    """Averages gradients over ranks; a rank may lack some."""
-    for p in parameters.values():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            parallel.sum_over_ranks(p.grad.div_(size))
 
 
 def whole(tensors):
@@ -426,12 +400,12 @@ def largest_error(found, expected):
     What is small beside all of them together may be rounding.
     """
     total = sum(t.float().square().sum() for t in expected.values()) ** 0.5
-    largest = 0.0, "none"
+    errors = [(0.0, "none")]
     for name in found | expected:
         there = expected.get(name, torch.zeros(())).float()
         error = (found.get(name, 0) - there).norm() / (there.norm() + 0.01 * total + 1e-30)
-        largest = max(largest, (error.nan_to_num(torch.inf).item(), name))
-    return largest
+        errors.append((error.nan_to_num(torch.inf).item(), name))
+    return max(errors)
 
 
 @torch.no_grad()

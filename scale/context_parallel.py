@@ -102,34 +102,21 @@ class Ulysses:
         ranks, N = self.ranks, self.ranks.size
         if not ranks.on:
             return self.core(q, k, v, *options, **named)
-        if q.size(-1) != v.size(-1):
-            widths = f"keys of {q.size(-1)} channels and values of {v.size(-1)}"
-            raise UserError(
-                f"context_parallel={N} exchanges heads of one width, attention has {widths}"
-            )
-        qkv = self.repeat_kv_heads(q, k, v)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
+        # heads of k and v are repeated if ranks would not have equally many
+        k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
+        qkv = q, k, v
         heads = [x.size(1) // N for x in qkv]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
         parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
-        y = self.attend(ranks.rank, q, k, v, *options, **named)
+        if self.told:
+            first = ranks.rank * q.size(1)
+            named = named | {"heads": slice(first, first + q.size(1))}
+        y = self.core(q, k, v, *options, **named)
         # y: this rank's tokens, of all heads
         y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
-
-    def repeat_kv_heads(self, q, k, v):
-        """q, k, v in one dtype; heads of k, v are repeated if ranks would not have equally many."""
-        N = self.ranks.size
-        q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
-        k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
-        return q, k, v
-
-    def attend(self, rank, q, k, v, *options, **named):
-        """The core on the heads of a rank, (B, H/N, T, D)."""
-        if self.told:
-            first = rank * q.size(1)
-            named = named | {"heads": slice(first, first + q.size(1))}
-        return self.core(q, k, v, *options, **named)
 
 
 def all_to_all(parts, group):

@@ -13,7 +13,7 @@ from system.errors import UserError
 def wrap(model, cfg, world, unused=False):
     """The model as the loop calls it: in DDP if nothing else averages gradients.
 
-    unused: some parameters have no gradient.
+    unused: a micro-step may leave parameters without a gradient.
     """
     if not dist.is_initialized() or cfg.parallel != "ddp":
         return model

@@ -18,36 +18,21 @@ aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
-class Written(TorchDispatchMode):
-    """Notes which memory is given values while it is active, but not by `reset_parameters`.
+class Unset(TorchDispatchMode):
+    """Within it `memory` is what torch.empty made and nothing but `reset_parameters` wrote to."""
 
-    fill: new memory holds NaN.
-    """
-
-    def __init__(self, fill):
+    def __init__(self):
         super().__init__()
-        self.fill = fill
-        # {a storage's number: (it, so that no other gets its number, whether it was given values)}
-        self.given = {}
+        self.memory = {}  # {a storage's number: it, so that no other gets its number}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in EMPTY:
-            if self.fill and result.is_floating_point():
-                result.fill_(torch.nan)
-            self.note(result, given=False)
+            self.memory[number_of(result)] = result.untyped_storage()
         elif function._schema.is_mutable and not is_running("reset_parameters"):
             for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
-                self.note(tensor, given=True)
+                self.memory.pop(number_of(tensor), None)
         return result
-
-    def note(self, tensor, given):
-        self.given[number_of(tensor)] = tensor.untyped_storage(), given
-
-    def forget(self, tensor, default):
-        """Whether it was given values; default: of one that torch.empty did not make."""
-        _, given = self.given.pop(number_of(tensor), (None, default))
-        return given
 
 
 def number_of(tensor):
@@ -62,35 +47,38 @@ def is_running(name):
     return frame is not None
 
 
-def made(make, place, fill):
+def made(make, place):
     """The model that make() returns; place(parameter) is called as soon as a module has one.
 
-    fill: parameters to which nothing gives values hold NaN.
     model.given: names of the parameters to which `__init__` gave values after their layer was made,
     or instead of the layer's own.
     """
-    written = Written(fill)
+    unset = Unset()
+    placed = set()
 
     def register(module, name, parameter):
         if parameter is None:
             return
+        # a reset_parameters of model.py's own is meant to replace what the parameter was made of
         reset = getattr(type(module), "reset_parameters", None)
-        # one of model.py's own is meant to replace what the parameter was made of
-        is_pytorchs = getattr(reset, "__module__", "").startswith("torch.")
-        given = written.forget(parameter, default=is_pytorchs)
+        own = reset is not None and not reset.__module__.startswith("torch.")
+        is_unset = unset.memory.pop(number_of(parameter), None) or own
+        if reset is None and number_of(parameter) in placed:  # weight_norm keeps its layer's values
+            is_unset = False
         place(parameter)
-        written.note(parameter, given)
+        placed.add(number_of(parameter))
+        if is_unset:
+            unset.memory[number_of(parameter)] = parameter.untyped_storage()
 
     handle = register_module_parameter_registration_hook(register)
     try:
-        with written:
+        with unset:
             model = make()
     finally:
         handle.remove()
     model.given = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _, given = written.given[number_of(parameter)]
-        if given:
+        if number_of(parameter) not in unset.memory:
             model.given.add(name)
     return model
 
@@ -104,7 +92,7 @@ def to_meta(parameter):
 
 @contextlib.contextmanager
 def whole(module, prefix, given):
-    """Within it a module's own parameters are whole float32 tensors, at its end copied into them.
+    """Within it a module's own parameters are whole float32 tensors of NaN, then copied into them.
 
     So their first values depend neither on sharding nor on dtype. Those in `given` stay as they
     are. Raises UserError for one that has no value then.
@@ -116,14 +104,11 @@ def whole(module, prefix, given):
 
     own = dict(module.named_parameters(recurse=False))
     for name, parameter in own.items():
-        where = f"model.py: {prefix}.{name}".replace(": .", ": ")
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"{where} is {parameter.dtype}; expected a float of 32 or 16 bits")
-        if isinstance(parameter, DTensor):
+        device = parameter.device
+        if isinstance(parameter, DTensor):  # on the CPU with offload_states
             device = parameter.device_mesh.device_type
-            first = torch.full(parameter.shape, torch.nan, device=device)
-        else:
-            first = parameter.detach().to(torch.float32, copy=True)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        first = torch.full(parameter.shape, torch.nan, dtype=dtype, device=device)
         module._parameters[name] = torch.nn.Parameter(first, parameter.requires_grad)
     yield
     for name, parameter in own.items():

@@ -32,7 +32,7 @@ def shard(model, cfg, world, analysis=None):
             block.register_forward_hook(with_all_gradients)
 
     units = units_of(model, cfg, analysis)
-    refuse_undividable(model, units, cfg)
+    refuse_shared(model, units, cfg)
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
         # the head not before the backward, which begins with it
@@ -57,7 +57,7 @@ def layers_for_8_bits(model, read_elsewhere):
     uses = Counter(getattr(layer, "weight", None) for layer in layers.values())
     found = []
     for name, layer in layers.items():
-        if name not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
+        if f"{name}.weight" not in read_elsewhere and uses[getattr(layer, "weight", None)] == 1:
             found.append(layer)
     return found
 
@@ -124,8 +124,8 @@ def shared_modules(blocks):
     return found
 
 
-def refuse_undividable(model, units, cfg):
-    """Raises UserError for a parameter that FSDP2 cannot divide, or not in these units."""
+def refuse_shared(model, units, cfg):
+    """Raises UserError for a parameter that modules of two units share."""
     unit_of = {}  # {module: its unit's number}; those of the root have none
     for number, modules in enumerate(units):
         for module in modules:
@@ -135,8 +135,6 @@ def refuse_undividable(model, units, cfg):
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             where = f"parallel={cfg.parallel}: {prefix}.{name}"
-            if p.dim() == 0:
-                raise UserError(f"{where} has no dimensions; make it torch.empty(1)")
             unit = unit_of.get(module)
             if holders.setdefault(p, unit) != unit:
                 advice = "share the module, or try --parallel=ddp"

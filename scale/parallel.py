@@ -1,6 +1,5 @@
 """Processes and devices, parameters and gradients over ranks, collectives, and time on a device."""
 
-import contextlib
 import os
 import time
 from datetime import timedelta
@@ -172,9 +171,8 @@ def copies_differ(model):
     return [name for (name, _), found in zip(model.named_parameters(), differ) if found]
 
 
-@contextlib.contextmanager
 def sync_gradients(model, on):
-    """Around a micro-step.
+    """Before a micro-step.
 
     on: it is the step's last, in which DDP, and hsdp among its copies, sum gradients.
     """
@@ -187,7 +185,6 @@ def sync_gradients(model, on):
     if on:
         divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
         refuse_changes(model, may_freeze=not divided)
-    yield
 
 
 def trained(model):

@@ -14,7 +14,6 @@ from fast import forms
 from run import flops
 from run.flops import ModelAnalysis
 from settings import Config
-from system.errors import UserError
 
 SMALL = dict(vocab_size=200, n_layer=3, n_head=4, n_embd=64, block_size=32, precision="bf16")
 GROUPED = dict(n_kv_head=2, n_hidden=96, **LLAMA)
@@ -63,9 +62,6 @@ def test_calls_of_the_model_as_it_is():
     found, _ = analysed()
     per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
     assert found.calls == {(name, None): n for name, n in per_block.items()}
-    assert found.rows() == [
-        ("operations", "fast: norm 7, qkv 3, linear 3, mlp 3, linear_cross_entropy 1")
-    ]
 
 
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
@@ -80,7 +76,7 @@ def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
 def test_reasons_of_plain_calls(monkeypatch):
     found, cfg = analysed(n_hidden=100)
     assert found.calls["mlp", "a width is no multiple of 8"] == 3
-    assert "plain: mlp 3, linear 6 (a width" in str(found.rows())
+    assert "mlp 3, linear 6: a width" in str(found.rows())
     found, _ = analysed(precision="fp32")
     assert all(reason == "computed in float32" for _, reason in found.calls)
     monkeypatch.setattr(forms, "enabled", set())
@@ -118,9 +114,8 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
         found.calls["mlp", "another activation"] == 2 and found.calls["linear", None] == 2 + 2 * 2
     )
     assert "blocks.2.attn.qkv.weight" in found.unused and len(found.unused) == 14
-    (kind, _), (other, unused) = found.rows()
-    assert (kind, other) == ("operations", "warning")
-    assert "blocks.2.norm_1.weight" in unused and "and 11 more" in unused
+    kind, unused = found.rows()[-1]
+    assert kind == "warning" and "blocks.2.norm_1.weight" in unused and "and 11 more" in unused
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
@@ -132,34 +127,10 @@ def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
     assert "not counted" in found.rows()[0][1]
 
 
-def test_a_forward_that_takes_other_arguments_is_named(monkeypatch):
-    """GPT.forward's in a line; a block's where model.py calls it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(models.GPT, "forward", lambda self, idx, targets=None: None)
-        with pytest.raises(UserError, match="forward"):
-            analysed()
-    monkeypatch.setattr(models.Block, "forward", lambda self, x: x)
-    with pytest.raises(TypeError, match="positional"):
-        analysed()
-
-
-def test_a_block_compiled_in_init_is_named(monkeypatch):
-    """The names of its parameters would be others in checkpoints and exports."""
-    init = models.Block.__init__
-
-    def compiled(self, *given):
-        init(self, *given)
-        self.mlp = torch.compile(self.mlp)
-
-    monkeypatch.setattr(models.Block, "__init__", compiled)
-    with pytest.raises(UserError, match="compile"):
-        analysed()
-
-
 @pytest.mark.parametrize("name, precision, tflops", [
-    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "tf32",
-     654),
-    ("NVIDIA A10", "fp8", None), ("Some GPU", "bf16", None), ("NVIDIA L40", "bf16", None),
+    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "fp32",
+     163), ("NVIDIA A100-SXM4-80GB", "tf32", 156), ("NVIDIA H200 NVL", "fp8", 1670),
+    ("Some GPU", "bf16", None), ("NVIDIA L40", "bf16", None),
     ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
     ("NVIDIA GB200", "bf16", 2250), ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("NVIDIA H200 NVL", "bf16", 835),

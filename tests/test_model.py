@@ -307,16 +307,6 @@ def test_a_parameter_that_nothing_gives_a_value_is_named(start, monkeypatch):
         start(small(), *([CPU] * (start is build)), 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_a_parameter_in_another_dtype_is_named(dtype, monkeypatch):
-    def edit(model):
-        model.alpha = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-
-    after_init(monkeypatch, edit)
-    with pytest.raises(UserError, match=f"alpha is {dtype}"):
-        build(small(), CPU, 0)
-
-
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_first_values_are_the_same_on_meta_and_in_16_bits(changes):
     cfg = small(**changes)
