@@ -119,7 +119,7 @@ def test_nanogpt_files(data, tmp_path):
         TokenLoader(tmp_path, "val", 2, 8)
     stream[:203].astype("<u2").tofile(tmp_path / "val.bin")
     assert TokenLoader(tmp_path, "val", 2, 8).tokens == 203
-    for content in (b"x" * 2001, b""):
+    for content in (b"x" * 2001, b"", stream.astype("<u4").tobytes()):
         (tmp_path / "train.bin").write_bytes(content)
         with pytest.raises(DataError, match="train.bin is damaged"):
             TokenLoader(tmp_path, "train", 2, 8)
