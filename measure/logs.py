@@ -13,7 +13,7 @@ from system.errors import UserError, listed, warn
 
 ALIKE = 1.03  # the most and the least tokens of runs that are compared without a word
 # the t above |t| in 95% of Student's distribution with so many degrees of freedom
-T95 = {math.inf: 1.960, 10: 2.228, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303, 1: 12.706}
+T95 = {math.inf: 1.960, 10: 2.228, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303, 1.5: 6.017, 1: 12.706}
 
 
 @dataclass
@@ -239,7 +239,7 @@ def interval_and_verdict(difference, error, freedom):
     """A difference with its 95% interval, in words."""
     if math.isnan(error):
         return f"{difference:+.4f}  not established: one seed on a side"
-    # log t over 1 / freedom, straight between the rows, is at most 3% too large
+    # log t over 1 / freedom, straight between the rows, is at most 1% too large
     margin = error * math.exp(np.interp(1 / freedom, [1 / n for n in T95], np.log([*T95.values()])))
     verdict = "not established"
     if abs(difference) > margin:
