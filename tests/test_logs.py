@@ -141,7 +141,7 @@ def test_pairs_need_the_same_seeds_and_rows(tmp_path, capsys):
 
 
 def test_other_numbers_of_tokens_are_said_and_made_equal(tmp_path, capsys):
-    """Equal losses at equal steps: the side that went on twice as long is lower at its end alone."""
+    """Losses are equal at equal steps; the side that went on for longer ends lower."""
     (ours,) = sides(tmp_path, {"long": {1: 2.0, 2: 2.1}}, steps=20)
     (base,) = sides(tmp_path, {"base": {1: 2.5, 2: 2.6}})
     lines, _ = printed([*ours, "--against", *base], capsys)
