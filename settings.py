@@ -142,13 +142,12 @@ class GPTConfig:
         """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, `free` apart."""
         # the property that says what None of a field means
         meaning = {"n_kv_head": "kv_heads", "n_hidden": "mlp_hidden", "head_dim": "head_size"}
-        decide = {field.name for field in fields(GPTConfig)}
         found = []
-        for field in sorted(decide - {"attention", "dropout", "zero_init", *free}):
-            name = meaning.get(field, field)
+        for field in fields(GPTConfig):
+            name = meaning.get(field.name, field.name)
             before, after = getattr(self, name), getattr(now, name)
-            if before != after:
-                found.append(f"{field}: checkpoint {before}, now {after}")
+            if before != after and field.name not in {"attention", "dropout", "zero_init", *free}:
+                found.append(f"{field.name}: checkpoint {before}, now {after}")
         return found
 
 
