@@ -7,6 +7,7 @@ it may import and compute, and names that start with `_` are not settings. `~` a
 a path is the home. All mistakes are reported at once.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -14,13 +15,12 @@ import inspect
 import itertools
 import math
 import operator
-import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
 import textwrap
-import traceback
 import types
 import typing
 from pathlib import Path
@@ -52,8 +52,8 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     """An instance of dataclass `cls` for words as in sys.argv[1:]; a UserError names all mistakes.
 
     A word without dashes is a config file, or goes into `words` of the instance if cls has them.
-    complete({name: value}) returns the given settings with others that follow from them. If cls has
-    a command_line, that of the instance is argv as one text.
+    complete({name: value}) returns the given settings with others that follow from them.
+    `command_line` of the instance is argv as one text.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()))
@@ -83,11 +83,9 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
                 wrong.append(f"{where}: {error}")
     refuse(wrong)
     cfg = cls(**complete(settings))
-    if hasattr(cls, "words"):
-        cfg.words = words
     check(cfg)
-    if hasattr(cls, "command_line"):
-        cfg.command_line = shlex.join(argv)
+    cfg.words = words
+    cfg.command_line = shlex.join(argv)
     return cfg
 
 
@@ -99,52 +97,39 @@ def _flag(word, rest, hints):
     key, equals, value = word[2:].partition("=")
     if equals:
         return key, value
-    following = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
     flag = key if key in hints else key.removeprefix("no_")
     if hints.get(flag) is bool:
-        if key == flag and following and following[0].lower() in ("true", "false", "1", "0"):
-            return key, rest.pop(0)
-        return flag, str(key == flag)
-    if following and typing.get_origin(hints.get(key)) is tuple:  # --key A B C
+        return flag, key == flag
+    following = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+    if key in hints and not following:
+        raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE")
+    if typing.get_origin(hints.get(key)) is tuple:  # --key A B C
         del rest[: len(following)]
         return key, following
-    if following:
-        return key, rest.pop(0)
-    if key in hints:
-        raise UserError(f"command line: --{key} needs a value, written --{key}=VALUE")
-    return key, ""
+    return key, rest.pop(0) if following else ""
 
 
 def _find_file(word, hints):
     """The path of a config file, of which `word` may lack .py and config/."""
     for folder in ("", "config", HERE, HERE / "config"):
-        path = os.path.join(folder, f"{word.removesuffix('.py')}.py")
-        if os.path.isfile(path):
-            return path
+        path = Path(folder, f"{word.removesuffix('.py')}.py")
+        if path.is_file():
+            return str(path)
     recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
     hint = f"recipes: {', '.join(recipes)}"
     if word.lstrip("-").partition("=")[0] in hints:
         hint = f"a setting is written --{word.lstrip('-')}"
-    elif os.path.isdir(word) and "checkpoint" in hints:
+    elif Path(word).is_dir() and "checkpoint" in hints:
         hint = f"a run's folder is given as --checkpoint={word}"
     raise UserError(f"{word}: no such config file; {hint}")
 
 
 def _settings_of(path):
     """Runs a config file: [(path, name, value)] of its settings."""
-    space = {}
-    try:
-        exec(compile(Path(path).read_text("utf-8"), path, "exec"), space)
-    except SyntaxError as error:
-        raise UserError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename}:{last.lineno}"
-        raise UserError(f"{where}: {type(error).__name__}: {error}") from None
-    no_settings = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     found = []
-    for name, value in space.items():
-        if not name.startswith("_") and not isinstance(value, no_settings):
+    for name, value in runpy.run_path(path).items():
+        is_import = callable(value) or isinstance(value, types.ModuleType)
+        if not name.startswith("_") and not is_import:
             found.append((path, name, value))
     return found
 
@@ -155,21 +140,18 @@ def _settings_of(path):
 def _convert(cls, hints, name, value):
     """`value`, text of a flag or an object of a file, as a setting of this name, without loss."""
     if name not in hints:
-        others = {"config": "the file's path alone, without --config="} | getattr(
-            cls, "others_names", {}
-        )
+        others = getattr(cls, "others_names", {})
         close = difflib.get_close_matches(name.lower(), [*hints, *others], n=1, cutoff=0.7)
         hint = f"; did you mean {others.get(close[0], close[0])}?" if close else ""
         raise UserError(f"unknown setting {name}{hint}")
     kinds = _alternatives(hints[name])
-    by_default = getattr(cls, name, "") is None  # as in `name: str = None`
-    if (by_default or types.NoneType in kinds) and str(value) == "None":
+    if types.NoneType in kinds and str(value) == "None":
         return None
     if isinstance(value, str) and not name.endswith("prompt"):
         # the shell leaves --key=~/x as it is
-        value = re.sub("(^|[,:])~(?=/|$)", rf"\1{os.path.expanduser('~')}", value)
+        value = re.sub("(^|[,:])~(?=/|$)", rf"\1{Path.home()}", value)
     for kind in kinds:
-        with contextlib.suppress(ValueError, KeyError, OverflowError):
+        with contextlib.suppress(ValueError, KeyError, SyntaxError):
             return _read(kind, value)
     raise _mistyped(name, value, hints[name])
 
@@ -189,12 +171,9 @@ def _read(kind, value):
     if kind is str and isinstance(value, str):
         return value
     if typing.get_origin(kind) is tuple:
-        if not isinstance(value, (str, list, tuple)):
-            raise ValueError
-        items = [value] if isinstance(value, str) else value
-        return tuple(_read(typing.get_args(kind)[0], item) for item in items)
+        return (value,) if isinstance(value, str) else tuple(value)
     if kind is bool:
-        return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        return {"true": True, "false": False}[str(value).lower()]
     if str(value) != str(kind):
         raise ValueError
     return kind
@@ -202,32 +181,28 @@ def _read(kind, value):
 
 def _number(kind, value):
     if isinstance(value, str):
-        value = int(value) if re.fullmatch(r"[+-]?[\d_]+", value) else float(value)
+        value = ast.literal_eval(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError
-    if not math.isfinite(value) or kind is int and value % 1 != 0:  # 1e6 is an int
+    if not math.isfinite(value) or kind is int and value % 1:  # 1e6 is an int
         raise ValueError
     return kind(value)
 
 
 def typed(cls, values, names):
-    """`values`, an object of a file, with `names` in the types of `cls`, or a UserError."""
-    if not isinstance(values, dict):
-        raise UserError("it holds no settings")
+    """`values`, of a JSON file, with `names` in the types of `cls`; UserError for other types."""
     hints = typing.get_type_hints(cls)
     found = dict(values)
-    for name in sorted(names & values.keys()):
+    for name in names:
         found[name] = _convert(cls, hints, name, values[name])
-        same = [*found[name]] if isinstance(found[name], tuple) else found[name]  # JSON has lists
-        if same != values[name]:
+        if found[name] != values[name]:
             raise _mistyped(name, values[name], hints[name])
     return found
 
 
 def _mistyped(name, value, hint):
-    names = {int: "an int", float: "a float", bool: "a bool", str: "a str", types.NoneType: "None"}
-    words = [names.get(kind, str(kind)) for kind in _alternatives(hint)]
-    return UserError(f"{name}={value} is not {' or '.join(words)}")
+    words = [getattr(kind, "__name__", str(kind)) for kind in _alternatives(hint)]
+    return UserError(f"{name}={value} is not {' or '.join(words)}".replace("NoneType", "None"))
 
 
 # -- checks
@@ -258,19 +233,9 @@ def too_small(cfg, least):
     return outside(cfg, "at least", least)
 
 
-def without_folder(cfg, names):
-    """Problems, a line each: files to be written, of the settings `names`, that have no folder."""
-    found = []
-    for name in names:
-        path = getattr(cfg, name)
-        if path and not Path(path).parent.is_dir():
-            found.append(f"{name}={path}: there is no folder {Path(path).parent}")
-    return found
-
-
 def changed(cfg):
     """The settings of a dataclass instance that differ from the defaults, {name: value}."""
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values = dataclasses.asdict(cfg)
     return {name: value for name, value in values.items() if value != getattr(type(cfg), name)}
 
 
@@ -284,14 +249,9 @@ def without_effect(cfg, names, why):
 
 
 def describe(cls, doc="", width=80):
-    """The --help text: `doc`, then settings by section, a class's own before those of its bases.
-
-    width: of the settings; docstrings of scripts have lines of at most 80 columns.
-    """
-    rows = [inspect.cleandoc(doc)]
-    hints = typing.get_type_hints(cls)
-    shown = set()
-    last = None
+    """The --help text: `doc`, then settings by section, a class's own before those of its bases."""
+    left = typing.get_type_hints(cls)  # to be shown
+    sections = {}
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
         for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
@@ -299,25 +259,24 @@ def describe(cls, doc="", width=80):
             field = re.match(r" {4}(\w+): ", line)
             if heading:
                 section = heading[1]
-            elif field and field[1] in hints and field[1] not in shown:
-                if section != last:
-                    rows.append("\n" + textwrap.fill(f"{section}:", width))
-                comment = line.partition("  # ")[2].strip()
-                rows.append(
-                    _option(field[1], getattr(cls, field[1]), hints[field[1]], comment, width)
-                )
-                shown.add(field[1])
-                last = section
+            elif field and field[1] in left:
+                name = field[1]
+                comment = line.partition("  # ")[2]
+                option = _option(name, getattr(cls, name), left.pop(name), comment, width)
+                sections.setdefault(section, []).append(option)
+    rows = [textwrap.fill(line, width) for line in inspect.cleandoc(doc).splitlines()]
+    for section, options in sections.items():
+        rows += ["", textwrap.fill(f"{section}:", width), *options]
     return "\n".join(rows).strip()
 
 
 def columns():
-    """The width of the terminal, of 40 to 110; 80 in a pipe."""
-    return min(max(40, shutil.get_terminal_size().columns), 110)
+    """The width of the terminal, of 28 to 110; 80 in a pipe."""
+    return min(max(28, shutil.get_terminal_size().columns), 110)
 
 
-def _option(name, default, hint, comment, width, column=28):
-    """A setting with its default and comment, which begins at `column`."""
+def _option(name, default, hint, comment, width):
+    """A setting with its default and comment, beside it or, in a narrow terminal, below."""
     kind, *_ = _alternatives(hint)
     if typing.get_origin(hint) is typing.Literal:
         comment = f"{'|'.join(map(str, typing.get_args(hint)))}: {comment}"
@@ -328,7 +287,8 @@ def _option(name, default, hint, comment, width, column=28):
     elif re.search(r"\s", str(default)):
         default = repr(default)
     option = f"  --{name}={default}"
-    below = textwrap.wrap(comment, width - column, break_long_words=False, break_on_hyphens=False)
-    if len(option) < column and below:
-        option = option.ljust(column) + below.pop(0)
-    return "\n".join([option, *(" " * column + words for words in below)])
+    column = 28 if width >= 60 else 4
+    rows = textwrap.wrap(comment, width - column, break_long_words=False, break_on_hyphens=False)
+    if len(option) < column and rows:
+        option = option.ljust(column) + rows.pop(0)
+    return "\n".join([option, *(" " * column + row for row in rows)])

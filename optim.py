@@ -39,58 +39,55 @@ def param_groups(model, cfg):
         steps, _ = length_of_run(cfg)
         decay = 2 / ((cfg.lr or 1) * steps)
 
+    def group(rate, decay, optimizer=beside):
+        return dict(params=[], optimizer=optimizer, lr=rate, weight_decay=decay)
+
     def table(rate):
-        if rate is not None:
-            return dict(params=[], optimizer=beside, lr=rate, weight_decay=0.0)
-        return dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0 if muon else decay)
+        return group(cfg.lr, 0.0 if muon else decay) if rate is None else group(rate, 0.0)
 
     groups = {
         "embedding": table(cfg.lr_embedding),
         "head": table(cfg.lr_head),
-        "matrix": dict(params=[], optimizer=cfg.optimizer, lr=cfg.lr, weight_decay=decay),
-        "vector": dict(params=[], optimizer=beside, lr=cfg.lr, weight_decay=0.0),
+        "matrix": group(cfg.lr, decay, cfg.optimizer),
+        "vector": group(cfg.lr, 0.0),
     }
-    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    conv = torch.nn.modules.conv._ConvNd
-    convolutions = {m.weight for m in model.modules() if isinstance(m, conv)}
-    left = []  # what Muon cannot take
-    outside = []  # of the blocks, which it takes
+    unusual = []  # where Muon is chosen
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if p.dim() == 2 and p in embeddings:
-            kind = "embedding"
-        elif p.dim() == 2 and name.startswith("head"):  # of a second head too
-            kind = "head"
-        elif p.dim() in (2, 3) and p not in convolutions:  # 3: a stack of matrices
-            kind = "matrix"
-        else:
-            kind = "vector"  # biases, norms, gates, convolutions
+        kind = kind_of(model, name, p)
         if muon and kind == "matrix" and min(p.shape[-2:]) == 1:
             kind = "vector"
         if muon and kind == "vector" and p.dim() > 1:
-            left.append(f"{name} {tuple(p.shape)}")
+            unusual.append(f"AdamW has {name} {tuple(p.shape)}, without decay")
         if muon and kind == "matrix" and not name.startswith("blocks."):
-            outside.append(name)
+            unusual.append(f"Muon has {name}, outside of the blocks")
         groups[kind]["params"].append(p)
-    if left:
-        what = "Muon orthogonalises matrices and stacks of them"
-        warn(f"{what}; AdamW has {listed(left)}, at lr and without decay")
-    if outside:
-        what = f"Muon has {listed(outside)}, outside of the blocks, and is for hidden matrices"
-        warn(f"{what}; a first or last layer and a table are AdamW's: see param_groups in optim.py")
+    if unusual:
+        warn(f"Muon is for the blocks' matrices; {listed(unusual)}: see param_groups in optim.py")
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
+
+
+def kind_of(model, name, p):
+    """The group of `param_groups` for a parameter, by its layer, its name and its shape."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    if p.dim() == 2 and isinstance(layer, torch.nn.Embedding):
+        return "embedding"
+    if p.dim() == 2 and name.startswith("head"):  # of a second head too
+        return "head"
+    if p.dim() in (2, 3) and not isinstance(layer, torch.nn.modules.conv._ConvNd):
+        return "matrix"  # 3: a stack of matrices
+    return "vector"  # biases, norms, gates, convolutions
 
 
 def build(name, groups, model, cfg):
     """The optimizer `name` of groups of parameters: one of your own is a line here.
 
-    AdamW (https://arxiv.org/abs/1711.05101) is PyTorch's, fused on CUDA and the CPU.
+    AdamW (https://arxiv.org/abs/1711.05101) is PyTorch's, fused.
     """
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    if cfg.optimizer == "muon":
-        options["eps"] = 1e-10  # modded-nanogpt's, as are the rates of embeddings and head
+    # beside Muon modded-nanogpt's, as are the rates of embeddings and head
+    eps = 1e-10 if cfg.optimizer == "muon" else 1e-8
+    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=eps)
     if name == "adamw8bit":
         from scale.adamw8bit import AdamW8bit
 
@@ -101,7 +98,7 @@ def build(name, groups, model, cfg):
     if name != "adamw":
         what = f"param_groups names the optimizer {name!r}"
         raise UserError(f"optim.py: {what}, which `build` does not know")
-    return torch.optim.AdamW(groups, **options, fused=fused)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def make_optimizer(model, cfg):
@@ -110,41 +107,31 @@ def make_optimizer(model, cfg):
     Each group gets `factor`, its peak rate over cfg.lr. Raises UserError where a parameter is in no
     group or in two, and for max_skipped_steps with an optimizer that does not know found_inf.
     """
-    by_name = {}
-    for group in param_groups(model, cfg):
-        by_name.setdefault(group["optimizer"], []).append(group)
+    by_name = grouped(param_groups(model, cfg), lambda group: group["optimizer"])
     each = [build(name, groups, model, cfg) for name, groups in by_name.items()]
     optimizer = each[0] if len(each) == 1 else Several(each)
     times = Counter(p for group in optimizer.param_groups for p in group["params"])
     for name, p in model.named_parameters():
         if p.requires_grad and times[p] != 1:
-            found = "two groups" if times[p] else "no group"
             hint = "a parameter that is to stay as it is needs requires_grad=False"
-            where = f"{name} is in {found} of the optimizer"
-            raise UserError(f"optim.py: {where}, expected one; {hint}")
+            raise UserError(f"optim.py: {name} is in {times[p]} groups, expected one; {hint}")
     for group in optimizer.param_groups:
         group["factor"] = group["lr"] / (cfg.lr or 1)
         settings = {name: value for name, value in group.items() if name != "params"}
         group["made"] = deepcopy(settings)  # a checkpoint holds what steps change of it
-    for one in parts_of(optimizer):
-        if cfg.max_skipped_steps and not skips(one):
-            what = f"max_skipped_steps={cfg.max_skipped_steps}"
+    for one in each:
+        # PyTorch's fused ones say it with an attribute of their own
+        skips = hasattr(one, "knows_found_inf") or hasattr(one, "_step_supports_amp_scaling")
+        if cfg.max_skipped_steps and not skips:
             why = f"needs an optimizer that knows found_inf, unlike {type(one).__name__}"
-            raise UserError(f"{what} {why} as it is here; leave it at 0")
+            raise UserError(f"max_skipped_steps={cfg.max_skipped_steps} {why}; leave it at 0")
     return optimizer
-
-
-def skips(optimizer):
-    """Whether its step leaves weights and states alone where optimizer.found_inf is not 0."""
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # PyTorch's fused ones
-    return fused or getattr(optimizer, "knows_found_inf", False)
 
 
 def unknown(optimizer):
     """The name of an optimizer whose states the memory estimate does not know, or None."""
-    ours = ("AdamW", "AdamW8bit", "Muon")
-    names = [type(one).__name__ for one in parts_of(optimizer)]
-    return next((name for name in names if name not in ours), None)
+    names = {type(one).__name__ for one in parts_of(optimizer)}
+    return min(names - {"AdamW", "AdamW8bit", "Muon"}, default=None)
 
 
 class Several:
@@ -213,11 +200,12 @@ def norms(tensors):
 
 def share_done(state, cfg):
     """How much of a run is done, 0 to 1, by the clock, tokens or steps of a train.State."""
-    if cfg.max_seconds is not None:
-        return min(1.0, state.seconds / cfg.max_seconds)
+    share = state.step / cfg.max_steps
     if cfg.max_tokens is not None:
-        return min(1.0, state.tokens / cfg.max_tokens)
-    return min(1.0, state.step / cfg.max_steps)
+        share = state.tokens / cfg.max_tokens
+    if cfg.max_seconds is not None:
+        share = state.seconds / cfg.max_seconds
+    return min(1.0, share)
 
 
 def batch_tokens(share, cfg):
@@ -306,25 +294,21 @@ class Matrix:
     def shape(self):
         return self.rows, self.weight.size(-1)
 
-    def shard(self, rank=None):
-        """(first, last) row of the weight that a rank of its shards holds; None: this rank."""
-        first, last = rows_of(self.weight, rank)
-        each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
-        return first * each, last * each
+    def rows_on(self, rank=None, of_shard=False):
+        """A slice of this matrix' rows: those that a rank of the shards holds; None: this rank.
 
-    def rows_on(self, rank=None):
-        """A slice of this matrix' rows: those that a rank of the shards holds; None: this rank."""
-        first, last = self.shard(rank)
-        begin = min(max(first - self.first, 0), self.rows)
-        end = min(max(last - self.first, 0), self.rows)
-        return slice(begin, end)
+        of_shard: counted from the first row of the weight that the rank holds.
+        """
+        each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
+        above, below = (row * each for row in rows_of(self.weight, rank))
+        begin = max(self.first, above)
+        end = max(begin, min(self.first + self.rows, below))
+        zero = above if of_shard else self.first
+        return slice(begin - zero, end - zero)
 
     def rows_in(self, tensor):
         """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
-        above, _ = self.shard()  # rows of the weight that lower ranks hold
-        own = self.rows_on()
-        offset = self.first - above
-        return tensor.flatten(0, -2)[offset + own.start : offset + own.stop]
+        return tensor.flatten(0, -2)[self.rows_on(of_shard=True)]
 
 
 class Muon(torch.optim.Optimizer):
@@ -344,20 +328,18 @@ class Muon(torch.optim.Optimizer):
         self.warmup = warmup
         self.found_inf = None
         weights = [p for group in self.param_groups for p in group["params"]]
-        matrices = []
         for p in weights:
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-            matrices += parts[p]
+        matrices = [matrix for p in weights for matrix in parts[p]]
         _, ranks, _ = ranks_of(weights[0])
         self.batches = []  # of matrices of one shape up to transposition
-        for shape, same in by_shape(matrices, lambda m: tuple(sorted(m.shape))).items():
+        for shape, same in grouped(matrices, lambda m: tuple(sorted(m.shape))).items():
             each = max(1, 2**27 // math.prod(shape))  # up to 2**27 numbers for each rank
             self.batches += in_lists(same, ranks * each)
-        self.update_momentum = update_momentum
-        self.descend = descend
+        functions = [update_momentum, descend]
         if compiled and weights[0].is_cuda:
-            self.update_momentum = torch.compile(update_momentum, dynamic=False)
-            self.descend = torch.compile(descend, dynamic=False)
+            functions = [torch.compile(function, dynamic=False) for function in functions]
+        self.update_momentum, self.descend = functions
 
     @torch.no_grad()
     def step(self):
@@ -365,24 +347,24 @@ class Muon(torch.optim.Optimizer):
 
         Each for all weights before the next, since a batch has matrices of many.
         """
-        parts = [(group, lists_of_one_shape(group["params"])) for group in self.param_groups]
-        weights = [p for _, lists in parts for some in lists for p in some]
+        lists = []  # of weights of one shape, with their rates
+        for group in self.param_groups:
+            rates = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
+            lists += [(some, rates) for some in lists_of_one_shape(group["params"])]
+        weights = [p for some, _ in lists for p in some]
         if not weights:
             return
         skip, momentum = self.count(weights)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
-        for _, lists in parts:
-            for some in lists:
-                moments = [local(self.state[p]["momentum"]) for p in some]
-                grads = [local(p.grad) for p in some]
-                self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
+        for some, _ in lists:
+            moments = [local(self.state[p]["momentum"]) for p in some]
+            grads = [local(p.grad) for p in some]
+            self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
         for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([m for m in batch if m.weight in updates], updates)
-        for group, lists in parts:
-            rate, decay = torch.tensor([group["lr"], group["lr"] * group["weight_decay"]]).unbind()
-            for some in lists:
-                self.descend([local(p) for p in some], [updates[p] for p in some], rate, decay)
+        for some, rates in lists:
+            self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
 
     def count(self, weights):
         """Counts a step that is not skipped; (1 if it is skipped, else 0; momentum) as tensors."""
@@ -394,11 +376,11 @@ class Muon(torch.optim.Optimizer):
         return skip, 0.85 + 0.1 * warm
 
 
-def by_shape(items, shape_of):
-    """{shape: the items that have it}."""
+def grouped(items, key_of):
+    """{key: the items that have it}."""
     found = {}
     for item in items:
-        found.setdefault(shape_of(item), []).append(item)
+        found.setdefault(key_of(item), []).append(item)
     return found
 
 
@@ -411,7 +393,7 @@ def lists_of_one_shape(weights):
     """The weights that have gradients, in lists of one shape on this rank."""
     lists = []
     with_gradients = [p for p in weights if p.grad is not None]
-    for same in by_shape(with_gradients, lambda p: local(p).shape).values():
+    for same in grouped(with_gradients, lambda p: local(p).shape).values():
         lists += in_lists(same, 4)  # a compiled graph of 96 weights took 51 s, graphs of four 11
     return lists
 

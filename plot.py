@@ -6,8 +6,8 @@
     python plot.py out/a assets/build_nanogpt.jsonl     # beside another program
     python plot.py out/gate_* --against out/base_*      # means over seeds
 
-Shows the loss and, of several runs, its end once more, larger. Below are small
-panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
+Shows the loss and, of several runs of about one length, its end once more,
+larger. Below are small panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
 tokens per second, figures of your own that the model's forward returns
 (extras), and evaluations of your own. A step that is NaN is a gap.
 
@@ -87,38 +87,28 @@ def main(cfg):
         count = len(cfg.words)
         groups = [runs[:count], runs[count:]]
         compare(*groups, cfg.y)
+    paint(groups, DARK if cfg.dark else LIGHT)
     first = Path(cfg.words[0])
-    out = cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png"))
+    out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
+    out.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(style(cfg.dark)):
-        paint(groups, DARK if cfg.dark else LIGHT)
-        figure = draw(runs, cfg.x, cfg.y, cfg.panels)
-        try:
-            figure.savefig(out, dpi=160)
-        except (OSError, ValueError) as error:  # ValueError: an unknown kind of picture
-            raise UserError(f"{out}: cannot write the picture ({error})") from None
+        draw(runs, cfg.x, cfg.y, cfg.panels).savefig(out, dpi=160)
     print(f"drawn: {out}")
 
 
 def style(dark=False):
     """matplotlib's settings of the light theme, or the dark one."""
-    paper, ink, grid = "#ffffff", "#1f2328", "#e5e7eb"
-    if dark:
-        paper, ink, grid = "#0d1117", "#e6edf3", "#262c36"
-    found = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
+    paper, ink, grid = ("#0d1117", "#e6edf3", "#262c36") if dark else ("#fff", "#1f2328", "#e5e7eb")
+    found = dict.fromkeys(["axes.spines.top", "axes.spines.right", "text.parse_math"], False)
+    found |= dict.fromkeys(["figure.facecolor", "axes.facecolor"], paper)
+    inks = ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"]
+    found |= dict.fromkeys(inks, ink)
+    found |= {"axes.grid": True, "axes.axisbelow": True, "grid.color": grid}
+    return found | {
         "axes.xmargin": 0.015,
         "axes.titlesize": "medium",
         "axes.formatter.useoffset": False,
-        "text.parse_math": False,
-        "figure.facecolor": paper,
-        "axes.facecolor": paper,
-        "grid.color": grid,
     }
-    inks = ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"]
-    return found | dict.fromkeys(inks, ink)
 
 
 def paint(groups, colors):
@@ -131,15 +121,17 @@ def paint(groups, colors):
 
 def draw(runs, x, y, panels=True):
     """A figure of the losses and, with `panels`, of all else that the logs hold."""
-    for run in runs:
-        if np.isnan(run.place(1, x)):
-            raise UserError(f"{run.folder}: its log does not hold what x={x} needs; try --x=steps")
+    lengths = [run.place(run.end(y).step, x) for run in runs]
+    if np.isnan(lengths).any():
+        raise UserError(f"not all logs hold what x={x} needs; try --x=steps")
     small = choose_panels(runs) if panels else []
     rows = math.ceil(len(small) / 4)
     heights = [4.0, 1.9 * rows + 0.01]  # inches
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     upper, lower = figure.subfigures(2, height_ratios=heights)
-    draw_losses(upper, runs, x, y, enlarged=panels and len(runs) > 1)
+    # a curve that ends before the second panel begins would be missed there
+    enlarged = panels and len(runs) > 1 and min(lengths) > (1 + END) / 2 * max(lengths)
+    draw_losses(upper, runs, x, y, enlarged)
     for i, panel in enumerate(small, 1):
         axes = lower.add_subplot(rows, math.ceil(len(small) / rows), i)
         draw_panel(axes, runs, x, panel)
@@ -148,25 +140,16 @@ def draw(runs, x, y, panels=True):
 
 def draw_losses(part, runs, x, y, enlarged):
     """Training and validation loss, with the names of the runs; the end once more, larger."""
-    ratios = [2, 1] if enlarged else [1]
-    both = part.subplots(1, len(ratios), width_ratios=ratios, squeeze=False)[0]
+    both = part.subplots(1, 2, width_ratios=[2, 1]) if enlarged else [part.subplots()]
     panel = Panel(f"loss, {UNITS[y]}: training thin, validation with marks", y, ("train", "val"))
     draw_panel(both[0], runs, x, panel)
     label_ends(both[0], runs, x, y)
     if enlarged:
-        kinds = panel.kinds
-        if all(joined(run, y) for run in runs):
-            kinds = ("val",)
         _, right = both[0].get_xlim()
         both[1].set_xlim(END * right, right)
-        draw_panel(both[1], runs, x, Panel("the end", y, kinds), END * right)
+        draw_panel(both[1], runs, x, Panel("the end", y, panel.kinds), END * right)
     for axes in both:
         axes.set_xlabel(AXES[x])
-
-
-def joined(run, key):
-    """Whether a line joins its evaluations, which with few would lie across the curve."""
-    return len(run.series("val", key)[0]) >= JOINED
 
 
 def draw_panel(axes, runs, x, panel, begin=0):
@@ -181,9 +164,9 @@ def draw_panel(axes, runs, x, panel, begin=0):
             if not np.isfinite(values).any():
                 continue
             at = run.place(steps, x)
-            look = {"color": run.color, "linestyle": run.dash, "linewidth": 1.1}
+            look = dict(color=run.color, linestyle=run.dash, linewidth=1.1)
             if kind != "train":
-                look |= {"marker": "o", "markersize": 5, "linewidth": 1.8, "zorder": 2.5}
+                look |= dict(marker="o", markersize=5, linewidth=1.8, zorder=2.5)
                 look["markeredgecolor"] = axes.get_facecolor()
                 if len(values) < JOINED:
                     look["linestyle"] = ""
@@ -193,7 +176,7 @@ def draw_panel(axes, runs, x, panel, begin=0):
                 if len(runs) == 1:  # the values themselves
                     axes.plot(at, values, color=run.color, linewidth=0.6, alpha=0.2)
                 values = smooth(values)
-                look["alpha"] = 0.5 if joined(run, panel.key) else 1
+                look["alpha"] = 0.6
             axes.plot(at, values, **look)
             late = at >= BEGINNING * at[-1]
             first = values[late][0]
@@ -215,8 +198,7 @@ def label_ends(axes, runs, x, y):
     """Each run's last loss and name right of the panel, and a line to the end of its curve."""
     low, high = axes.get_ylim()
     ends = [run.end(y) for run in runs]
-    values = np.array([end.value for end in ends])
-    heights = np.clip((values - low) / (high - low), 0, 1)
+    heights = np.clip([(end.value - low) / (high - low) for end in ends], 0, 1)
     size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
     places = spread(np.clip(heights, 0.03, 1), 1.35 * size / 240)
     for run, end, height, place in zip(runs, ends, heights, places):
@@ -235,12 +217,7 @@ def label_ends(axes, runs, x, y):
             va="center",
             annotation_clip=False,
             # the line begins at the text's left edge
-            arrowprops={
-                "arrowstyle": "-",
-                "color": run.color,
-                "linestyle": ":",
-                "relpos": (0, 0.5),
-            },
+            arrowprops=dict(arrowstyle="-", color=run.color, linestyle=":", relpos=(0, 0.5)),
         )
 
 
@@ -258,18 +235,18 @@ def choose_panels(runs):
     own = {}  # evaluations and extras
     for run in runs:
         for kind, lines in run.lines.items():
-            keys = {key for line in lines.values() for key in line if number(line[key])}
-            for key in sorted(keys - {"step", "seconds"}):
+            for key in sorted(
+                {key for line in lines.values() for key in line if number(line[key])}
+            ):
                 if key.startswith("extras."):
                     own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
-                elif kind not in OURS:
+                elif kind not in OURS and key not in ("step", "seconds"):
                     own[kind, key] = Panel(f"{kind} {key}", key, (kind,), fitted=False)
-    found = []
-    for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED):
-        counts = [len(run.series(panel.kinds[0], panel.key)[0]) for run in runs]
-        if max(counts) > 2:
-            found.append(panel)
-    return found
+    return [
+        panel
+        for panel in (*own.values(), HELLASWAG, RATE, NORM, SPEED)
+        if any(len(run.series(panel.kinds[0], panel.key)[0]) > 2 for run in runs)
+    ]
 
 
 if __name__ == "__main__":

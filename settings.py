@@ -4,8 +4,8 @@ Needs no torch. Each setting's comment is its line in `python train.py --help`; 
 its own begins a section.
 """
 
-import itertools
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -13,6 +13,13 @@ from configurator import outside, too_small
 from system.errors import refuse, this_rank
 
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
+
+
+# of a model: what must be at least 1, and what over 0
+SIZES = (
+    "vocab_size vocab_multiple block_size n_layer n_head n_kv_head head_dim n_embd n_hidden"
+).split()
+OVER_0 = "norm_eps rope_theta rope_factor rope_original softcap".split()
 
 
 @dataclass
@@ -49,15 +56,15 @@ class GPTConfig:
 
     @property
     def head_size(self):
-        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+        return self.head_dim or self.n_embd // self.n_head
 
     @property
     def kv_heads(self):
-        return self.n_head if self.n_kv_head is None else self.n_kv_head
+        return self.n_kv_head or self.n_head
 
     @property
     def mlp_hidden(self):
-        return 4 * self.n_embd if self.n_hidden is None else self.n_hidden
+        return self.n_hidden or 4 * self.n_embd
 
     @property
     def attention_width(self):
@@ -89,16 +96,12 @@ class GPTConfig:
 
     def every(self, n, first=0):
         """Numbers of every n-th block from the last one down to `first`; of none where n is 0."""
-        if n == 0:
-            return range(0)
-        return range(self.n_layer - 1, first - 1, -n)
+        return range(self.n_layer - 1, first - 1, -n) if n else range(0)
 
     @property
     def tables(self):
         """Widths of all matrices with a row for each token id, the head's too; shared ones once."""
-        widths = [self.n_embd]
-        if not self.tie_embeddings:
-            widths.append(self.n_embd)
+        widths = [self.n_embd] * (1 if self.tie_embeddings else 2)
         return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
 
     @property
@@ -121,12 +124,9 @@ class GPTConfig:
 
     def problems(self):
         """Why a model of this shape cannot be built, one line each; empty if it can."""
-        sizes = ["vocab_size", "vocab_multiple", "block_size", "n_layer"]
-        sizes += ["n_head", "n_kv_head", "head_dim", "n_embd", "n_hidden"]
-        over_0 = ["norm_eps", "rope_theta", "rope_factor", "rope_original", "softcap"]
         at_least = {"value_embeddings": 0, "embedding_mix": 0, "dropout": 0}
-        found = too_small(self, dict.fromkeys(sizes, 1) | at_least)
-        found += outside(self, "over", dict.fromkeys(over_0, 0))
+        found = too_small(self, dict.fromkeys(SIZES, 1) | at_least)
+        found += outside(self, "over", dict.fromkeys(OVER_0, 0))
         found += outside(self, "below", {"dropout": 1})
         if found:
             return found
@@ -135,8 +135,8 @@ class GPTConfig:
         if self.n_head % self.kv_heads:
             return [f"n_head={self.n_head} must be divisible by n_kv_head={self.n_kv_head}"]
         if self.positions == "rope" and self.head_size % 2:
-            found.append(f"head_dim={self.head_size} must be even with positions=rope")
-        return found
+            return [f"head_dim={self.head_size} must be even with positions=rope"]
+        return []
 
     def differences(self, now, free=()):
         """["n_embd: checkpoint 768, now 1024", ...] of fields that decide results, `free` apart."""
@@ -145,8 +145,7 @@ class GPTConfig:
         found = []
         for field in fields(GPTConfig):
             name = meaning.get(field.name, field.name)
-            before = getattr(self, name)
-            after = getattr(now, name)
+            before, after = getattr(self, name), getattr(now, name)
             if before != after and field.name not in {"attention", "dropout", "zero_init", *free}:
                 found.append(f"{field.name}: checkpoint {before}, now {after}")
         return found
@@ -229,59 +228,32 @@ class Config(GPTConfig):
 
     # nanoGPT's names, and what is meant here
     others_names = {
+        "config": "the file's path alone, without --config=",
         "dataset": "data_dir",
         "learning_rate": "lr",
         "decay_lr": "schedule=constant",
         "min_lr": "min_lr_ratio, a share of lr",
         "max_iters": "max_steps",
-        "lr_decay_iters": "max_steps",
         "gradient_accumulation_steps": "batch_tokens, which is in tokens",
         "grad_clip": "clip",
         "dtype": "precision",
         "eval_iters": "eval_tokens, which is in tokens",
-        "eval_only": "python validate.py",
-        "always_save_checkpoint": "save_interval",
-        "wandb_log": "wandb",
-        "wandb_project": "wandb",
-        "wandb_run_name": "wandb",
     }
 
-    def row_tokens(self, ranks):
-        """Tokens of one row on each rank, all ranks together; some may share a row."""
-        return self.block_size * (ranks // self.context_parallel)
-
     def micro_tokens(self, ranks):
-        """Tokens in a micro-step, all ranks together."""
-        return self.batch_size * self.row_tokens(ranks)
-
-    def micro_rows(self, ranks, tokens):
-        """Rows of a micro-batch of one rank: batch_size, or fewer if the whole step has fewer.
-
-        tokens: of the step, all ranks together.
-        """
-        return min(self.batch_size, tokens // self.row_tokens(ranks))
+        """Tokens in a micro-step, all ranks together; some may share a row."""
+        return self.rank_tokens * ranks
 
     def micro_steps(self, ranks, tokens=None):
         """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
         return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
 
-    def loader_rows(self, ranks):
-        """Rows of each batch that the loader gives: a micro-batch's in the smallest step."""
-        return self.micro_rows(ranks, self.stages[0][0])
-
-    def loader_batches(self, ranks, tokens):
-        """How many of the loader's batches make a micro-batch, in a step of so many tokens."""
-        return self.micro_rows(ranks, tokens) // self.loader_rows(ranks)
-
     @property
     def stages(self):
         """[(tokens in a step, share of the run up to which)]: batch_schedule, then batch_tokens."""
-        stages = []
-        if self.batch_schedule is not None:
-            for stage in self.batch_schedule.split(","):
-                tokens, until = stage.split(":")
-                stages.append((int(tokens), float(until)))
-        return [*stages, (self.batch_tokens, 1.0)]
+        text = self.batch_schedule or ""
+        pairs = [stage.split(":") for stage in text.split(",") if stage]
+        return [(int(tokens), float(until)) for tokens, until in pairs] + [(self.batch_tokens, 1.0)]
 
     @property
     def rank_tokens(self):
@@ -305,14 +277,12 @@ def check(cfg, ranks=None):
 
     ranks: None: torchrun's.
     """
-    if ranks is None:
-        ranks = this_rank().size
+    ranks = ranks or this_rank().size
     in_conflict = conflicts(cfg, ranks)
-    if cfg.batch_size == "auto":  # run.build.choose knows the device
-        cfg = replace(cfg, batch_size=1)
-    if cfg.remat_every == "auto":
-        cfg = replace(cfg, remat_every=1)
-    refuse(cfg.problems() + out_of_range(cfg, ranks) + in_conflict)
+    # run.build.choose, which chooses, knows the device
+    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
+    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    refuse(cfg.problems() + out_of_range(cfg) + in_conflict)
     refuse(shape_conflicts(cfg, ranks))
 
 
@@ -330,7 +300,7 @@ TOLD_AT_RESUME = (
 
 AT_LEAST_1 = (
     "batch_size batch_tokens max_steps max_tokens keep_last log_interval "
-    "remat_every remat_tile timeout_s"
+    "remat_every remat_tile shard_size timeout_s context_parallel"
 ).split()
 AT_LEAST_0 = (
     "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 seed "
@@ -339,71 +309,51 @@ AT_LEAST_0 = (
 ).split()
 
 
-def out_of_range(cfg, ranks):
+def out_of_range(cfg):
     """Settings of a run that are out of range by themselves, one line each."""
     found = outside(cfg, "over", {"max_seconds": 0, "clip": 0})
     found += outside(cfg, "below", {"beta1": 1, "beta2": 1})
-    found += too_small(cfg, dict.fromkeys(AT_LEAST_1, 1))
-    found += too_small(cfg, dict.fromkeys(AT_LEAST_0, 0))
-    found += too_small(cfg, {"eval_tokens": cfg.block_size})
-    if cfg.batch_schedule is not None and not grows(cfg):
-        form = (
-            "expected TOKENS:SHARE,... that grow, below batch_tokens and 1, such as "
-            "65536:0.2,131072:0.5"
-        )
+    least = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
+    found += too_small(cfg, least | {"eval_tokens": cfg.block_size})
+    if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
+        form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
         found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
-    if cfg.context_parallel < 1 or ranks % cfg.context_parallel:
-        found.append(
-            f"context_parallel={cfg.context_parallel} must divide the number of ranks, {ranks}"
-        )
     return found
 
 
-def grows(cfg):
-    """Whether batch_schedule can be read, and its tokens and shares grow."""
-    try:
-        stages = [(0, 0.0), *cfg.stages]
-    except ValueError:
-        return False
-    return all(a < b and s < t for (a, s), (b, t) in itertools.pairwise(stages))
-
-
-# a setting and its values, another one and its values, why, what to try; "not": all but these
+# a setting's values, another one's, why they do not go together, what to try
 CONFLICTS = [
-    ("precision=fp16", "parallel=not ddp", "which has no loss scaler", "--precision=bf16"),
-    ("precision=fp16", "optimizer=not adamw", "which has no loss scaler", "--precision=bf16"),
-    ("shard_size=not None", "parallel=not hsdp", "which has no groups of ranks", "--parallel=hsdp"),
+    ("precision=fp16", "parallel!=ddp", "which has no loss scaler", "--precision=bf16"),
+    ("precision=fp16", "optimizer!=adamw", "which has no loss scaler", "--precision=bf16"),
+    ("shard_size!=None", "parallel!=hsdp", "which has no groups of ranks", "--parallel=hsdp"),
     (
         "weights=bf16",
-        "optimizer=not adamw8bit",
+        "optimizer!=adamw8bit",
         "which loses small updates",
         "--optimizer=adamw8bit",
     ),
     ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
     ("offload_states=True", "parallel=ddp", "which does not shard the model", "--parallel=fsdp"),
-    ("offload_states=True", "optimizer=not adamw", "which needs the GPU", "--optimizer=adamw"),
+    ("offload_states=True", "optimizer!=adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic=True", "attention=cudnn", "which adds in no fixed order", "--attention=flash"),
-    ("overwrite=True", "resume=not none", "which goes on with what it removes", "one of them"),
-    ("max_seconds=not None", "max_tokens=not None", "which ends the run too", "one of them"),
-    ("max_seconds=not None", "weight_decay=None", "which counts the steps", "--weight_decay=0.1"),
-    ("max_seconds=not None", "deterministic=True", "which a clock is not", "--max_tokens"),
-    ("batch_schedule=not None", "overfit=True", "which repeats one batch", "one of them"),
-    ("cuda_graph=True", "parallel=not ddp", "whose collectives it cannot hold", "--parallel=ddp"),
-    ("cuda_graph=True", "remat=not none", "which reads the random state", "--remat=none"),
-    ("cuda_graph=True", "offload_states=True", "which copies to the host", "one of them"),
+    ("overwrite=True", "resume!=none", "which goes on with what it removes", "one of them"),
+    ("max_seconds!=None", "max_tokens!=None", "which ends the run too", "one of them"),
+    ("max_seconds!=None", "weight_decay=None", "which counts the steps", "--weight_decay=0.1"),
+    ("cuda_graph=True", "parallel!=ddp", "whose collectives it cannot hold", "--parallel=ddp"),
+    ("cuda_graph=True", "remat!=none", "which reads the random state", "--remat=none"),
     (
         "cuda_graph=True",
-        "context_parallel=not 1",
+        "context_parallel!=1",
         "whose collectives it cannot hold",
         "one of them",
     ),
     ("cuda_graph=True", "document_mask=True", "which waits for the GPU", "one of them"),
-    ("remat_every=not 1 1.0", "remat=none", "which computes nothing again", "--remat=selective"),
-    ("remat_tile=not None", "remat=none", "which tiles nothing", "--remat=selective"),
+    ("remat_every!=1 1.0", "remat=none", "which computes nothing again", "--remat=selective"),
+    ("remat_tile!=None", "remat=none", "which tiles nothing", "--remat=selective"),
     ("remat_offload=True", "remat=none selective", "which keeps too much to move", "--remat=block"),
-    ("dropout=not 0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),
-    ("dropout=not 0 0.0", "document_mask=True", "whose attention has none", "--dropout=0"),
-    ("attention=not auto", "document_mask=True", "which brings its own", "--attention=auto"),
+    ("dropout!=0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),
+    ("dropout!=0 0.0", "document_mask=True", "whose attention has none", "--dropout=0"),
+    ("attention!=auto", "document_mask=True", "which brings its own", "--attention=auto"),
     ("remat=attention", "document_mask=True", "whose parts of a row it mixes", "--remat=block"),
 ]
 
@@ -412,13 +362,13 @@ def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
     found = []
     for first, second, why, advice in CONFLICTS:
-        if holds(cfg, first) and holds(cfg, second):
-            one, other = (condition.partition("=")[0] for condition in (first, second))
-            pair = f"{one}={getattr(cfg, one)} does not go with {other}={getattr(cfg, other)}"
-            found.append(f"{pair}, {why}; try {advice}")
-    shards = cfg.shard_size
-    if cfg.parallel == "hsdp" and shards is not None and (shards < 1 or ranks % shards):
-        found.append(f"shard_size={shards} must divide the number of ranks, {ranks}")
+        pair = [given(cfg, first), given(cfg, second)]
+        if all(pair):
+            found.append(f"{' does not go with '.join(pair)}, {why}; try {advice}")
+    for name in ("shard_size", "context_parallel"):
+        value = getattr(cfg, name)
+        if value and ranks % value:
+            found.append(f"{name}={value} must divide the number of ranks, {ranks}")
     if cfg.weights == "bf16" and cfg.parallel == "ddp" and ranks > 1 and cfg.reduce_dtype == "fp32":
         found.append(
             "weights=bf16 has bf16 gradients, which DDP sums in bf16; try --reduce_dtype=bf16"
@@ -426,13 +376,14 @@ def conflicts(cfg, ranks):
     return found
 
 
-def holds(cfg, condition):
-    """Whether a setting has one of the values in "setting=values", or none of those after "not"."""
-    name, _, values = condition.partition("=")
+def given(cfg, condition):
+    """ "name=value" as cfg has it, if that is one of the values in "name=values"; else None.
+
+    "name!=values": if it is none of them.
+    """
+    name, sign, values = re.split("(!?=)", condition)
     value = str(getattr(cfg, name))
-    if values.startswith("not "):
-        return value not in values.removeprefix("not ").split()
-    return value in values.split()
+    return f"{name}={value}" if (value in values.split()) == (sign == "=") else None
 
 
 def shape_conflicts(cfg, ranks):
@@ -459,23 +410,13 @@ def shape_conflicts(cfg, ranks):
 
 
 def not_divisible(cfg, ranks):
-    """Stages of the batch that are no whole number of micro-batches, one line each."""
+    """Stages of the batch that are no whole number of micro-steps, one line each."""
     found = []
-    row = cfg.row_tokens(ranks)
     whole = cfg.micro_tokens(ranks)
-    smallest = row * max(1, cfg.loader_rows(ranks))
     for tokens, _ in cfg.stages:
         name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
-        unit = whole
-        of = "batch_size*block_size*ranks"
-        if tokens < whole and name == "batch_schedule":  # a micro-batch of fewer rows
-            unit = row
-            of = "block_size*ranks"
-        nearest = max(1, round(tokens / unit)) * unit
-        micro = min(tokens, whole)
-        if tokens % unit:
-            found.append(f"{name}={tokens} is not divisible by {of} = {unit}; try {nearest}")
-        elif micro % smallest:
-            rule = f"must be a multiple of the first one's {smallest}; try another --batch_size"
-            found.append(f"batch_schedule: a later micro-batch, of {micro} tokens, {rule}")
+        nearest = max(1, round(tokens / whole)) * whole
+        if tokens % whole:
+            rule = f"is not divisible by batch_size*block_size*ranks = {whole}"
+            found.append(f"{name}={tokens} {rule}; try {nearest}")
     return found

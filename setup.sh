@@ -2,14 +2,15 @@
 # Makes .venv and installs what it lacks of the pinned requirements; run by quickstart.sh and test.sh.
 #   ./setup.sh [--cpu] [further files of requirements]
 # A .venv that is there is taken, whoever made it. uv makes a new one where there is uv, else Python's venv and pip.
-# --cpu: PyTorch's CPU build, on Linux some 4 GB smaller than the one with CUDA.
+# --cpu: PyTorch's CPU build, on Linux some 4 GB smaller than the one with CUDA; --cuda: the package index's own build.
+# Without either it is the CPU build where there is no NVIDIA driver and its index answers within 3 s.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+wanted=
+case ${1:-} in --cpu | --cuda) wanted=$1 && shift ;; esac
 build=
-if [ "${1:-}" = --cpu ]; then
-    shift
-    if [ "$(uname)" = Linux ]; then build=+cpu; fi # elsewhere there is no CUDA to leave out
-fi
+if [ "$wanted" = --cpu ] && [ "$(uname)" = Linux ]; then build=+cpu; fi # elsewhere there is no CUDA to leave out
+cpu_index=https://download.pytorch.org/whl/cpu
 files=(requirements.txt "$@")
 python=${PYTHON:-python3}
 
@@ -41,7 +42,7 @@ PYTHON
 }
 
 for file in "${files[@]}"; do
-    [ -f "$file" ] || refuse "$file: no such file of requirements; after --cpu come requirements-dev.txt"
+    [ -f "$file" ] || refuse "$file: no such file of requirements; after --cpu or --cuda come requirements-dev.txt"
 done
 if [ ! -x .venv/bin/python ]; then
     echo "making .venv"
@@ -59,8 +60,13 @@ if [ -z "$missing" ]; then exit; fi
 if [[ $PWD == *" "* ]]; then
     echo "warning: $PWD has a space: torch.compile cannot link on a CPU there (docs/operations.md, Set-up)" >&2
 fi
-if grep -q '^torch$' <<<"$missing" && [ "$(uname)$build" = Linux ] && ! has nvidia-smi && [ ! -e /proc/driver/nvidia ]; then
-    echo "There is no NVIDIA driver here. PyTorch comes with CUDA, in all 5 GB; for its CPU build: ./setup.sh --cpu"
+if grep -q '^torch$' <<<"$missing" && [ "$(uname)$wanted" = Linux ] && ! has nvidia-smi && [ ! -e /proc/driver/nvidia ]; then
+    echo "There is no NVIDIA driver here: the CPU build of PyTorch, if $cpu_index answers (--cuda: not that)"
+    if .venv/bin/python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=3)' "$cpu_index" 2>/dev/null; then
+        build=+cpu
+    else
+        echo "It does not: the package index's own build, on most machines with CUDA, in all 5 GB"
+    fi
 fi
 echo "installing ${files[*]} (once; a minute or more)"
 words=()
@@ -73,7 +79,7 @@ if has uv && ! has_pip; then
     uv pip install --quiet --python .venv/bin/python "${words[@]}"
 else
     has_pip || .venv/bin/python -m ensurepip >/dev/null # a .venv that uv made has none
-    if [ -n "$build" ]; then words+=(--extra-index-url https://download.pytorch.org/whl/cpu); fi
+    if [ -n "$build" ]; then words+=(--extra-index-url "$cpu_index"); fi
     # Python compiles what it imports: all of it takes half a minute
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "${words[@]}"
 fi

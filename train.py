@@ -83,7 +83,6 @@ class Training:
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)
         self.accumulation = cfg.micro_steps(world.size)  # in the next step; the loop sets it
-        self.loader_batches = 1  # that make a micro-batch; set likewise
         self.rank_step_tokens = cfg.batch_tokens / world.size  # in a step of the largest batch
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
@@ -107,7 +106,7 @@ class Training:
         """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
         for micro in progress(range(self.accumulation), "micro-step", bar=False):
-            x, y = concatenated([next_batch() for _ in range(self.loader_batches)])
+            x, y = next_batch()
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
             batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
             last = micro == self.accumulation - 1
@@ -140,11 +139,6 @@ class Training:
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-
-
-def concatenated(batches):
-    """One batch, (x, y), with the rows of several."""
-    return batches[0] if len(batches) == 1 else [torch.cat(parts) for parts in zip(*batches)]
 
 
 def main(cfg):
@@ -235,7 +229,6 @@ def train(cfg, world, watch, stack):
         optim.set_learning_rate(state.optimizer, lr)
         tokens = optim.batch_tokens(share, cfg)
         training.accumulation = cfg.micro_steps(world.size, tokens)
-        training.loader_batches = cfg.loader_batches(world.size, tokens)
         totals = training.accumulate(loader.next)
         norm = training.normalize_and_clip(totals)
         training.update(totals, norm)

@@ -12,7 +12,8 @@ import numpy as np
 from system.errors import UserError, listed, warn
 
 ALIKE = 1.03  # the most and the least tokens of runs that are compared without a word
-ANGLES = np.linspace(0, math.pi / 2, 20_001)  # of t_quantile
+# the t above |t| in 95% of Student's distribution with so many degrees of freedom
+T95 = {math.inf: 1.960, 10: 2.228, 5: 2.571, 4: 2.776, 3: 3.182, 2: 4.303, 1.5: 6.017, 1: 12.706}
 
 
 @dataclass
@@ -47,10 +48,8 @@ class Run:
         starts = self.lines.get("start", {0: {}})
         self.start = starts[max(starts)]
         words = shlex.split(dict(self.start.get("rows", [])).get("settings", ""))
-        self.seed = tuple(word for word in words if "seed=" in word) if words else self.folder
+        self.seed = [word for word in words if "seed=" in word] if words else [self.folder]
         losses = [self.series(kind, "loss")[1] for kind in ("train", "val")]
-        if not np.isfinite(np.concatenate(losses)).any():
-            raise UserError(f"{folder}: its log has no finite loss")
         self.diverged = any(np.isnan(values[-1:]).any() for values in losses)
 
     def series(self, kind, key):
@@ -107,26 +106,20 @@ def read(folder):
     A run that was resumed at a step takes those behind it anew, so earlier lines of them go.
     """
     path = Path(folder)
-    try:
-        if path.is_dir():
-            path /= "log.jsonl"
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as a run's log: {error}") from None
+    if path.is_dir():
+        path /= "log.jsonl"
     found = {}
-    for number, text in enumerate(lines, 1):
-        try:
+    try:
+        *texts, _ = path.read_text().split("\n")  # behind the last newline stands what is torn
+        for text in texts:
             line = json.loads(text)
             kind, step = line["kind"], line["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: not a line of a log: {error!r}") from None
-            continue
-        if kind == "start":
-            for kept in found.values():
-                for later in [other for other in kept if other > step]:
-                    del kept[later]
-        found.setdefault(kind, {})[step] = line
+            if kind == "start":
+                for name, lines in found.items():
+                    found[name] = {at: kept for at, kept in lines.items() if at <= step}
+            found.setdefault(kind, {})[step] = line
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the log of a run: {error!r}") from None
     return found
 
 
@@ -152,11 +145,11 @@ def load(folders, names=None):
     if len(set(found)) < len(found):
         found = folders
     if names is not None:
-        found = [name.strip() for name in names.split(",")]
+        found = names.split(",")
     if len(found) != len(runs):
         raise UserError(f"names={names} has {len(found)} names, but there are {len(runs)} runs")
     for run, name in zip(runs, found):
-        run.name = str(name)
+        run.name = str(name).strip()
     return runs
 
 
@@ -165,52 +158,49 @@ def load(folders, names=None):
 
 def compare(runs, others, y):
     """Prints both sides' means of the figure y over seeds, and how `runs` differ from `others`."""
-    both = [*runs, *others]
-    first = Side(runs, y)
-    second = Side(others, y)
-    held_out = {run.held_out for run in both}
-    order = None
-    if len(held_out) > 1:
+    sides = [Side(runs, y), Side(others, y)]
+    first, second = sides
+    same_rows = len({run.held_out for run in [*runs, *others]}) == 1
+    if not same_rows:
         what = "not all runs were validated on the same rows, as far as their logs say"
         warn(f"{what}: losses may not compare; --y=bpb does, of the same text")
-    elif None not in held_out and set(first.seeds) == set(second.seeds):
-        order = [second.seeds.index(seed) for seed in first.seeds]
-    width = max(len(first.name), len(second.name))
+    paired = same_rows and first.seeds == second.seeds
+    width = max(len(side.name) for side in sides)
     print(f"{'runs':<{width}}  seeds  {y:<17}{'seconds':>9}{'tokens':>15}")
-    for side in (first, second):
-        means = f"{in_words(side.ends):<17}{side.seconds.mean():>9,.0f}{side.tokens.mean():>15,.0f}"
-        print(f"{side.name:<{width}}  {len(side.runs):>5}  {means}")
+    for side in sides:
+        spread = f" ±{side.ends.std(ddof=1):.4f}" if len(side.ends) > 1 else ""
+        loss = f"{side.ends.mean():.4f}{spread}"
+        spent = f"{side.seconds.mean():>9,.0f}{side.tokens.mean():>15,.0f}"
+        print(f"{side.name:<{width}}  {len(side.ends):>5}  {loss:<17}{spent}")
     print(f"\n{first.name} less {second.name}, with 95% intervals")
-    show_intervals(y, first.ends, second.ends, order)
+    show_intervals(y, first.ends, second.ends, paired)
     tokens = [*first.tokens, *second.tokens]
     least = min(tokens)
     if max(tokens) > ALIKE * least:
         words = f"tokens differ, {least:,.0f} to {max(tokens):,.0f}"
         print(f"{words}; training's loss before {least:,.0f}:")
-        means = [side.training_before(least) for side in (first, second)]
-        show_intervals("equal tokens", *means, order)
+        show_intervals("equal tokens", *[side.training_before(least) for side in sides], paired)
 
 
 class Side:
-    """Runs of one recipe, with arrays of each run's figures at its last validation.
+    """Runs of one recipe by their seeds, with arrays of each one's figures at its last validation.
 
     Raises UserError for runs without one, or of the same seed.
     """
 
     def __init__(self, runs, y):
-        self.runs = runs
+        self.runs = sorted(runs, key=lambda run: run.seed)
+        self.seeds = [run.seed for run in self.runs]
         names = [run.name for run in runs]
         self.name = os.path.commonprefix(names).rstrip("_-. /") or listed(names)
-        self.seeds = [run.seed for run in runs]
-        if len(set(self.seeds)) < len(runs):
+        if len(set(map(tuple, self.seeds))) < len(runs):
             raise UserError(f"{listed(names)}: two have the same seed, which counts once")
         found = []
-        for run in runs:
+        for run in self.runs:
             end = run.end(y)
             if run.diverged or end.kind != "val":
                 raise UserError(f"{run.folder} does not end with a finite validation {y}")
-            places = [run.place(end.step, x) for x in ("seconds", "tokens")]
-            found.append([end.value, *places])
+            found.append([end.value, run.place(end.step, "seconds"), run.place(end.step, "tokens")])
         self.ends, self.seconds, self.tokens = np.array(found).T
 
     def training_before(self, tokens):
@@ -223,21 +213,11 @@ class Side:
         return np.array(found)
 
 
-def in_words(values):
-    """The mean ± the standard deviation."""
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{values.mean():.4f} ±{values.std(ddof=1):.4f}"
-
-
-def show_intervals(words, a, b, order):
-    """Prints the difference of the means of a and b with Welch's interval, and that of pairs.
-
-    order: of b, so that pairs have the same seed; None: there are no pairs.
-    """
+def show_intervals(words, a, b, paired):
+    """Prints the difference of the means of a and b with its interval by Welch, and by pairs."""
     samples = {"Welch": [a, b]}
-    if order:
-        samples["paired by seed"] = [a - b[order]]
+    if paired:
+        samples["paired by seed"] = [a - b]
     for name, arrays in samples.items():
         interval = interval_and_verdict(a.mean() - b.mean(), *welch(*arrays))
         print(f"{words:<14}{name:<16}{interval}")
@@ -256,25 +236,12 @@ def welch(*samples):
 
 
 def interval_and_verdict(difference, error, freedom):
-    """A difference with its interval, in words."""
+    """A difference with its 95% interval, in words."""
     if math.isnan(error):
         return f"{difference:+.4f}  not established: one seed on a side"
-    margin = t_quantile(freedom) * error
-    low, high = difference - margin, difference + margin
+    # log t over 1 / freedom, straight between the rows, is at most 1% too large
+    margin = error * math.exp(np.interp(1 / freedom, [1 / n for n in T95], np.log([*T95.values()])))
     verdict = "not established"
-    if high < 0:
-        verdict = "lower"
-    if low > 0:
-        verdict = "higher"
-    return f"{difference:+.4f}  {low:+.4f} to {high:+.4f}  {verdict}"
-
-
-def t_quantile(freedom):
-    """The t above |t| in 95% of Student's distribution with `freedom` degrees, 1 or more.
-
-    These need not be whole. With t = sqrt(freedom) tan(angle) the angle has the density
-    cos(angle)^(freedom - 1), here summed up.
-    """
-    density = np.cos((ANGLES[1:] + ANGLES[:-1]) / 2) ** (freedom - 1)
-    share = np.append(0, density.cumsum()) / density.sum()
-    return math.sqrt(freedom) * math.tan(np.interp(0.95, share, ANGLES))
+    if abs(difference) > margin:
+        verdict = "lower" if difference < 0 else "higher"
+    return f"{difference:+.4f}  {difference - margin:+.4f} to {difference + margin:+.4f}  {verdict}"

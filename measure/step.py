@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import kernels
 import optim
 import train
-from configurator import too_small, without_folder
+from configurator import too_small
 from run.build import choose
 from run.logger import describe_device, progress, show
 from run.signals import errors_explained
@@ -40,7 +41,8 @@ KINDS = {  # a kernel is of the first kind whose pattern its name contains
 def measure(cfg):
     """Times cfg.steps training steps and prints the result; cfg: a checked bench.StepConfig."""
     refuse(too_small(cfg, {"steps": 0, "settle": 0, "gpu_gib": 1}))
-    refuse(without_folder(cfg, ["trace", "snapshot"]))
+    for path in filter(None, [cfg.trace, cfg.snapshot]):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     world = parallel.join(cfg)
     with errors_explained(cfg, world):
         on_gpu = world.device.type == "cuda"

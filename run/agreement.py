@@ -60,14 +60,8 @@ def settings(cfg):
 def data(cfg, loader, val_loaders):
     """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
 
-    It also raises it where the loader's batches have other rows than batch_schedule needs.
     val_loaders: (weight, loader) of each folder.
     """
-    rows = cfg.loader_rows(parallel.rank_and_size()[1])
-    if rows < cfg.batch_size and getattr(loader, "B", None) != rows:
-        what = f"batch_schedule={cfg.batch_schedule} has steps of {rows} rows a rank"
-        why = f"which only a loader with batches of B={rows} rows gives; try --batch_size={rows}"
-        raise UserError(f"{what}, {why}")
     facts = {"training data": identity(loader)}
     for i, (_, val_loader) in enumerate(val_loaders):
         facts[f"validation data {i}"] = identity(val_loader)

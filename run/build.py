@@ -83,15 +83,13 @@ def make_loader(cfg, world):
     """
     if (cfg.init_from or "").startswith("hf:") and cfg.tokenizer:  # the weights', by hf.adopt
         refuse_other_tokenizer(cfg, cfg.tokenizer)
-    options = for_rank(cfg, world)
-    options["B"] = cfg.loader_rows(world.size)
     return TokenLoader(
         cfg.data_dir,
         "train",
         batch_tokens=cfg.batch_tokens,
         shuffle_seed=cfg.shuffle_seed,
         allow_data_change=cfg.allow_data_change,
-        **options,
+        **for_rank(cfg, world),
     )
 
 
@@ -214,8 +212,6 @@ def prepare(model, cfg, world, eot, analysis):
         context_parallel.apply(model, cfg, world)
     if cfg.compile:
         compile_model(model, sharded)
-        if cfg.loader_rows(world.size) < cfg.batch_size:
-            model.register_forward_pre_hook(static_shapes_in_training)
     if sharded:
         fsdp.shard(model, cfg, world, analysis)
 
@@ -251,15 +247,6 @@ def compile_model(model, sharded=False):
     for part in (*model.blocks, *mixes, model.head):
         part.compile()
     torch.compiler.config.cache_key_tag = source.tag()
-
-
-def static_shapes_in_training(model, *_):
-    """Lets torch.compile make code of its own for each of batch_schedule's few shapes.
-
-    By default it makes code for any number of rows as soon as it sees a second one, which may be
-    slower. Evaluations have many shapes, and keep the default.
-    """
-    torch._dynamo.config.automatic_dynamic_shapes = not model.training
 
 
 def choose_graph(cfg, micro_step, model):
@@ -358,8 +345,8 @@ def describe_batch(cfg, size, accumulation):
     micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
     rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
     for batch, until in cfg.stages[:-1]:
-        of_each = f"{cfg.micro_rows(size, batch)} rows a micro-batch"
-        rows.append(("", f"{batch:,} tokens in {of_each} up to {until:.0%} of the run"))
+        steps = cfg.micro_steps(size, batch)
+        rows.append(("", f"{batch:,} tokens, {steps} micro-steps, up to {until:.0%} of the run"))
     return rows
 
 

@@ -82,8 +82,6 @@ class Logger:
         self.seconds = 0.0  # of the step read last
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
-        # steps by the rows of their micro-batches: for another number it compiles
-        self.steps_of_size = collections.Counter()
         self.steps_to_compile = 1
         if cfg.cuda_graph:
             from scale.cuda_graph import EAGER_STEPS
@@ -300,9 +298,7 @@ class Logger:
         seconds = end.since(self.mark or launched.began)
         self.mark = end
         self.seconds = seconds
-        rows = self.cfg.micro_rows(self.world.size, launched.tokens - self.tokens)
-        self.steps_of_size[rows] += 1
-        if self.steps_of_size[rows] > self.steps_to_compile:
+        if launched.step - self.steps_before > self.steps_to_compile:
             self.steps_timed += 1
             self.seconds_timed += seconds
 

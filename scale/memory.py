@@ -278,7 +278,7 @@ def choose(cfg, ranks, free):
     if cfg.batch_size == "auto":  # with all blocks under remat, if it is chosen for how many
         if unknown and free is not None:
             raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
-        rows = cfg.batch_tokens // cfg.row_tokens(ranks)
+        rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
         divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
         chosen = first_that_fits(cfg, "batch_size", divisors, ranks, free)
         if chosen is None:

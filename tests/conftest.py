@@ -72,12 +72,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
-# what compile_model, static_shapes_in_training, fusion.register, make_deterministic and serve set
-# for the process; `kept` names the rest
+# what compile_model, fusion.register, make_deterministic and serve set for the process; `kept`
+# names the rest
 SETTINGS = [
     (torch._dynamo.config, "recompile_limit"),
     (torch._dynamo.config, "optimize_ddp"),
-    (torch._dynamo.config, "automatic_dynamic_shapes"),
     (torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"),
     (torch._inductor.config, "unsafe_marked_cacheable_functions"),
     (torch._inductor.config, "post_grad_custom_pre_pass"),

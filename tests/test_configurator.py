@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -35,9 +36,9 @@ def test_defaults_and_flags():
     assert type(cfg.lr) is float
     assert make("--compile=False", "--n_layer=1e3", "--compile") == Config(n_layer=1000)
     assert make("--n_layer=1_000").n_layer == 1000
-    assert make(*"--n_layer 3 --lr -1 --compile False --name x".split()) == Config(
-        3, -1.0, "x", False
-    )
+    assert make("--name=~/a,~b:~").name == f"{Path.home()}/a,~b:{Path.home()}"
+    cfg = make(*"--n_layer 3 --lr -1 --compile=False --name x".split())
+    assert cfg == Config(3, -1.0, "x", False)
 
 
 def test_a_number_or_a_word():
@@ -118,7 +119,6 @@ def test_a_script_ends_quietly_where_nobody_reads():
     ("no/such.py", "no/such.py"),
     ("config/gpt2_124", "gpt2_124m"),
     ("lr=1", "--lr=1"),
-    ("--config=config/test.py", "without"),
 ])  # fmt: skip
 def test_bad_words(word, message):
     with pytest.raises(UserError) as error:
@@ -126,18 +126,13 @@ def test_bad_words(word, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("n_layer = 2\nlr = (\n", "c.py:2: "),
-    ("n_layer = 2\nn_head = 3\n", "c.py: unknown setting n_head"),
-    ("n_layer = 'two'\n", "c.py: n_layer=two"),
-    ("\nlr = 1 / 0\n", "c.py:2: ZeroDivisionError"),
-])  # fmt: skip
-def test_bad_files(tmp_path, text, message):
+def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
     path = tmp_path / "c.py"
-    path.write_text(text)
+    path.write_text("n_layer = 'two'\nn_head = 3\n")
     with pytest.raises(UserError) as error:
         make(str(path))
-    assert message in str(error.value) and "\n" not in str(error.value)
+    unknown, mistyped = sorted(error.value.args, reverse=True)
+    assert "c.py: unknown setting n_head" in unknown and "c.py: n_layer=two" in mistyped
 
 
 def test_a_recipe_by_its_name_alone_from_any_folder(tmp_path, monkeypatch):
@@ -165,8 +160,6 @@ def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     done = script(["--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    done = script(["--lr=x", "--limit=x"], NO_TORCH, name=f"{name}.py")
-    assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: "), done
 
 
 def test_making_shards_needs_no_torch(tmp_path):

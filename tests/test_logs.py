@@ -62,10 +62,9 @@ def test_steps_that_are_nan_stay_and_are_in_no_mean(tmp_path):
 
 @pytest.mark.parametrize("lines, message", [
     (None, "No such file"),
-    ([], "no finite loss"),
-    (training([1, 2], loss=None), "no finite loss"),
-    (["text", *training([1])], r"log.jsonl:1: not a line of a log"),
-    ([{"text": "a document"}, *training([1])], r"log.jsonl:1: not a line of a log"),
+    ([], "no bpb"),
+    (["text", *training([1])], "not the log of a run"),
+    ([{"text": "a document"}, *training([1])], "not the log of a run"),
     (training([1, 2]), "its log has no bpb"),
 ])  # fmt: skip
 def test_what_is_no_log_is_named(tmp_path, lines, message):
@@ -93,10 +92,12 @@ def test_welch_by_hand():
     assert logs.welch(np.ones(2), np.ones(2)) == (0.0, 1.0)
 
 
-def printed(words, capsys, tmp_path):
-    plot.main(configure(plot.Config, [*words, "--out", str(tmp_path / "c.png")]))
+def printed(words, capsys):
+    cfg = configure(plot.Config, words)
+    runs = logs.load([*cfg.words, *cfg.against])
+    logs.compare(runs[: len(cfg.words)], runs[len(cfg.words) :], cfg.y)
     out, err = capsys.readouterr()
-    return out.splitlines()[:-1], err
+    return out.splitlines(), err
 
 
 def sides(tmp_path, losses, **changes):
@@ -113,7 +114,7 @@ def sides(tmp_path, losses, **changes):
 def test_sides_their_means_and_their_difference(tmp_path, capsys):
     losses = {"fp8": {1: 2.0, 2: 2.2, 3: 2.1}, "base": {3: 2.7, 2: 2.6, 1: 2.5}}
     ours, base = sides(tmp_path, losses)
-    lines, err = printed([*ours, "--against", *base], capsys, tmp_path)
+    lines, err = printed([*ours, "--against", *base], capsys)
     assert err == ""
     assert lines == [
         "runs  seeds  loss               seconds         tokens",
@@ -124,19 +125,28 @@ def test_sides_their_means_and_their_difference(tmp_path, capsys):
         "loss          Welch           -0.5000  -0.7267 to -0.2733  lower",
         "loss          paired by seed  -0.5000  -0.7484 to -0.2516  lower",
     ]
-    lines, _ = printed([ours[0], "--against", *base, "--y=bpb"], capsys, tmp_path)
+    lines, _ = printed([ours[0], "--against", *base, "--y=bpb"], capsys)
     assert lines[-1] == "bpb           Welch           -0.3000  not established: one seed on a side"
 
 
 def test_pairs_need_the_same_seeds_and_rows(tmp_path, capsys):
     ours, base = sides(tmp_path, {"gate": {1: 2.1, 2: 2.2}, "base": {1: 2.1, 3: 2.3}})
-    lines, err = printed([*ours, "--against", *base], capsys, tmp_path)
+    lines, err = printed([*ours, "--against", *base], capsys)
     assert err == "" and lines[5:] == [
-        "loss          Welch           -0.0500  -0.7419 to +0.6419  not established"
+        "loss          Welch           -0.0500  -0.7431 to +0.6431  not established"
     ]
     other = run_of(tmp_path / "rows_2", held_out="b; 100 tokens", seed=2, shuffle_seed=2)
-    lines, err = printed([*ours, "--against", base[0], other], capsys, tmp_path)
+    lines, err = printed([*ours, "--against", base[0], other], capsys)
     assert not any("paired" in line for line in lines) and "not all runs were validated on" in err
+
+
+def test_other_numbers_of_tokens_are_said_and_made_equal(tmp_path, capsys):
+    """Losses are equal at equal steps; the side that went on for longer ends lower."""
+    (ours,) = sides(tmp_path, {"long": {1: 2.0, 2: 2.1}}, steps=20)
+    (base,) = sides(tmp_path, {"base": {1: 2.5, 2: 2.6}})
+    lines, _ = printed([*ours, "--against", *base], capsys)
+    assert lines[-3] == "tokens differ, 1,000 to 2,000; training's loss before 1,000:"
+    assert lines[-1].startswith("equal tokens  paired by seed  +0.0000")
 
 
 @pytest.mark.parametrize("words, message", [

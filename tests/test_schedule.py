@@ -65,19 +65,6 @@ def test_a_resume_in_each_stage_is_bitwise(grown, data_dir, tmp_path, step):
     same_tensors(grown / LAST, tmp_path / "b" / LAST)
 
 
-def test_a_step_below_a_micro_batch_has_all_its_rows_in_one(grown, data_dir, tmp_path):
-    """Micro-batches of 4, 8 and 8 rows, of one or two of the loader's; also resumed."""
-    settings = GROWING | dict(batch_size=8)
-    run = train_here(data_dir, tmp_path / "a", **settings)
-    assert losses(run) == pytest.approx(losses(read_log(grown)), rel=1e-5)
-    tokens = [line["tokens"] for line in train_lines(tmp_path / "a").values()]
-    assert tokens == [*itertools.accumulate(TOKENS)]
-    for step in (2, 4, 6):
-        out = copied(tmp_path / "a", step, tmp_path / f"from_{step}")
-        train_here(data_dir, out, resume="auto", **settings)
-        same_tensors(tmp_path / "a" / LAST, out / LAST)
-
-
 def same_tensors(one, other):
     a, b = (load_checkpoint(folder)[0] for folder in (one, other))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -86,7 +73,7 @@ def same_tensors(one, other):
 FSDP = dict(parallel="fsdp")
 # ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
 MODES = [
-    pytest.param(2, dict(batch_size=8), (4, 6), id="ddp"),  # micro-batches of 2, 4 and 8 rows
+    pytest.param(2, {}, (4, 6), id="ddp"),
     slow(2, FSDP, (2, 4, 8, 12), id="fsdp"),  # in each stage and at its ends
     slow(2, dict(parallel="zero2"), (6,), id="zero2"),
     slow(4, dict(parallel="hsdp", shard_size=2, batch_size=1), (), id="hsdp"),
