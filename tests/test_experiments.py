@@ -34,18 +34,18 @@ SETTINGS |= dict(eval_interval=3, eval_tokens=256, save_interval=3, keep_last=9)
 SETTINGS |= dict(clip=10)  # above every norm: clipped gradients would hide a wrong scale
 CHANGES = {  # of the settings in each mode that is a run of train.py
     "eager": {},
-    patch.MASKED: {},
-    patch.ACCUMULATED: dict(batch_size=2),
-    patch.RESUMED: dict(resume="auto"),
+    patch.MASKED: dict(prove=False),
+    patch.ACCUMULATED: dict(batch_size=2, prove=False),
+    patch.RESUMED: dict(resume="auto", prove=False),
     patch.BLOCK: dict(remat="block"),
     patch.SELECTIVE: dict(remat="selective"),
     patch.ATTENTION: dict(remat="attention"),
-    patch.COMPILED: dict(compile=True),
+    patch.COMPILED: dict(compile=True, prove=False),
     patch.DDP: dict(batch_size=2),
     patch.FSDP: dict(batch_size=2, parallel="fsdp"),
     patch.CONTEXT: dict(parallel="fsdp", context_parallel=2),
-    patch.RESUMED_DDP: dict(batch_size=2, resume="auto"),
-    patch.RESUMED_FSDP: dict(batch_size=2, parallel="fsdp", resume="auto"),
+    patch.RESUMED_DDP: dict(batch_size=2, resume="auto", prove=False),
+    patch.RESUMED_FSDP: dict(batch_size=2, parallel="fsdp", resume="auto", prove=False),
 }
 ON_MASKS = (patch.MASKED, patch.ACCUMULATED, patch.DDP, patch.RESUMED_DDP)
 GOES_ON = {patch.RESUMED: "eager", patch.RESUMED_DDP: patch.DDP, patch.RESUMED_FSDP: patch.FSDP}
@@ -239,8 +239,8 @@ def distance(a, b):
 def problems(runs, modes):
     """{mode: what is wrong in it, in words} of runs that are done."""
     found = {}
-    after = "eager" in runs.own.refused or runs.ends["eager"][0] == 0
-    for mode in ("eager", *(modes if after else ())):
+    before = [GOES_ON[mode] for mode in modes if mode in GOES_ON]
+    for mode in dict.fromkeys(("eager", *before, *modes)):
         wrong = problem(runs, mode)
         if wrong:
             found[mode] = wrong

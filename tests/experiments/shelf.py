@@ -12,7 +12,7 @@ from experiments.patch import UNPATCHED, Patch
 
 FOLDER = ROOT / "experiments"
 REMAT = (modes.BLOCK, modes.SELECTIVE, modes.ATTENTION)
-LAYERS = (modes.COMPILED, modes.SAMPLED, modes.FSDP, modes.CONTEXT)
+LAYERS = (modes.COMPILED, modes.SAMPLED, modes.CONTEXT)  # which is over shards
 LOSS = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, modes.DDP)
 # refused with context parallelism: an edit for which a rank needs more than its part of a row
 MIXES = {modes.CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where weights are zero
@@ -132,7 +132,7 @@ PATCHES = [
     shelved(
         "mixture_of_experts",
         "one of four MLPs for each token; blocks return their balance as a second result",
-        (*LOSS, modes.BLOCK, modes.SELECTIVE, *LAYERS),
+        (*LOSS, modes.BLOCK, modes.SELECTIVE, modes.FSDP, *LAYERS),
         sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
         loss=balanced,
         extras=("uneven",),
@@ -186,7 +186,7 @@ PATCHES = [
     shelved(
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
-        (modes.PLAIN, modes.RESUMED, modes.FSDP, modes.RESUMED_FSDP),
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
         edits=[("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")],
         # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
@@ -229,7 +229,7 @@ PATCHES = [
     shelved(
         "byte_patches",
         "the inner block sees the mean of each four tokens as one",
-        (modes.BLOCK, *LAYERS),
+        (modes.BLOCK, modes.FSDP, *LAYERS),
         settings=dict(n_layer=3),
         refused=MIXES,
         cached=False,
@@ -243,7 +243,7 @@ PATCHES = [
     shelved(
         "key_offset_bigrams",
         "a quarter of a key is that of the token before, beside a table for pairs of tokens",
-        (modes.BLOCK, modes.ATTENTION, modes.EXPORTED, *LAYERS),
+        (modes.BLOCK, modes.ATTENTION, modes.EXPORTED, modes.FSDP, *LAYERS),
         sample=(modes.BLOCK,),
         settings=dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False),
         refused=MIXES,
