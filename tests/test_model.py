@@ -308,9 +308,11 @@ def test_a_parameter_without_a_value_or_in_another_dtype_is_named(start, dtype, 
 def test_first_values_are_the_same_on_meta_and_in_16_bits(changes):
     cfg = small(**changes)
     real, meta, low = build(cfg, CPU, 3), on_meta_first(cfg, 3), build(cfg, CPU, 3, torch.bfloat16)
+    low_meta = models.allocate(models.on_meta(cfg).bfloat16(), CPU, 3)
     for name, p in real.named_parameters():
         assert torch.equal(p, meta.get_parameter(name)), name
         assert torch.equal(p.bfloat16(), low.get_parameter(name)), name
+        assert torch.equal(p.bfloat16(), low_meta.get_parameter(name)), name
     for name, buffer in real.named_buffers():
         assert torch.equal(buffer, meta.get_buffer(name)) and buffer.dtype == torch.float32
 
