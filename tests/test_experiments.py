@@ -164,21 +164,12 @@ class Runs:
     def ask(self, number, function, *arguments, **limits):
         function = getattr(inside, function)
         done, values = ranks.attempt(number, function, self.sources, *arguments, **limits)
-        if not all(values):  # a traceback of a rank ends its process
+        if not all(values):  # a process was killed, or hung
             asked = arguments[0] if number else arguments[2]
-            self.ends |= {mode: self.end(mode, done) for mode in asked}
-            return
+            values = [dict.fromkeys(asked, (done.returncode, done.stderr[-3000:]))]
         for mode in values[0]:
-            self.ends[mode] = max(
-                (value[mode] for value in values), key=lambda end: (end[0] == 2, end[0])
-            )
-
-    def end(self, mode, done):
-        """How a run ended whose process did not tell."""
-        log = self.folder / mode / "log.jsonl"
-        if log.exists() and self.log(mode)[-1]["kind"] == "done":
-            return 0, ""
-        return done.returncode, done.stderr[-3000:]
+            ends = [value[mode] for value in values]
+            self.ends[mode] = max(ends, key=lambda end: (end[0] == 2, end[0]))
 
     def log(self, mode):
         return read_log(self.folder / mode)
@@ -199,52 +190,44 @@ class Runs:
         return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
-def far(a, b, limit):
-    """Whether two numbers differ by more than the relative limit."""
-    return not math.isclose(a, b, rel_tol=limit)
+def flat(figures):
+    """{(kind, step or name): number or array}"""
+    extras = {
+        (step, name): value
+        for step, values in figures["extras"].items()
+        for name, value in values.items()
+    }
+    kinds = figures | {"extras": extras}
+    return {(kind, key): value for kind in kinds for key, value in kinds[kind].items()}
 
 
 def differences(found, expected, limit, moment=MOMENT):
     """What differs in words: losses, validation losses, extras, and first moments."""
-    words = []
-    for kind in ("losses", "val"):
-        for step, value in found[kind].items():
-            if step not in expected[kind] or far(value, expected[kind][step], limit):
-                words.append(
-                    f"{kind} of step {step}: {value!r}, expected {expected[kind].get(step)!r}"
-                )
-    for step, extras in found["extras"].items():
-        for name in extras.keys() | expected["extras"][step].keys():
-            a, b = extras.get(name), expected["extras"][step].get(name)
-            if a is None or b is None or far(a, b, max(limit, 1e-5)):
-                words.append(f"extra {name} of step {step}: {a!r}, expected {b!r}")
-    if found["moments"].keys() != expected["moments"].keys():
-        names = sorted(found["moments"].keys() ^ expected["moments"].keys())
-        words.append(f"first moments of {names[:3]} are in one of both only")
-    for name, value in found["moments"].items():
-        error = distance(value, expected["moments"].get(name))
-        if error is not None and error > moment:
-            words.append(f"first moment of {name}: off by a relative {error:.1e}")
-    return words
+    a, b = flat(found), flat(expected)
+    limits = dict(losses=limit, val=limit, extras=max(limit, LOSS), moments=moment)
+    off = {key: distance(a[key], b[key]) for key in a.keys() & b.keys()}
+    words = [f"{key} is in one of both only" for key in a.keys() ^ b.keys()]
+    return words + [
+        f"{key}: off by a relative {by:.1e}" for key, by in off.items() if not by <= limits[key[0]]
+    ]
 
 
 def distance(a, b):
-    """Relative, in the Frobenius norm; None if there is no other or it is zero."""
-    if b is None or a.shape != b.shape:
-        return None
-    norm = np.linalg.norm(b.astype(np.float64))
-    return np.linalg.norm(a.astype(np.float64) - b) / norm if norm else float(np.any(a))
+    """Relative, in the Frobenius norm; of shapes that differ infinite."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape:
+        return math.inf
+    norm = np.linalg.norm(b)
+    return np.linalg.norm(a - b) / norm if norm else float(np.any(a))
 
 
 def problems(runs, modes):
     """{mode: what is wrong in it, in words} of runs that are done."""
-    found = {}
     before = [GOES_ON[mode] for mode in modes if mode in GOES_ON]
-    for mode in dict.fromkeys(("eager", *before, *modes)):
-        wrong = problem(runs, mode)
-        if wrong:
-            found[mode] = wrong
-    return found
+    found = {"eager": problem(runs, "eager")}
+    if not found["eager"]:  # with which the others are compared
+        found |= {mode: problem(runs, mode) for mode in dict.fromkeys((*before, *modes))}
+    return {mode: wrong for mode, wrong in found.items() if wrong}
 
 
 def problem(runs, mode):
@@ -260,34 +243,22 @@ def problem(runs, mode):
         return None
     if mode == patch.SAMPLED:
         return wrong_samples(own, *words)
+    limits = own.limits or [LOSS]
     if mode == patch.PLAIN:
-        limits = own.limits or [LOSS]
         wrong = differences(runs.figures("eager"), words, *limits)
-        if "plain masked" in runs.ends:
+        if "plain masked" in runs.ends and not runs.ends[patch.MASKED][0]:
             _, words = runs.ends["plain masked"]
-            more = runs.ends[patch.MASKED][0] or differences(
-                runs.figures(patch.MASKED), words, *limits
-            )
-            wrong += [f"with masks: {more}"] if more else []
+            wrong += differences(runs.figures(patch.MASKED), words, *limits)
         return wrong
     if own.also and (wrong := own.also(runs.log(mode))):
         return wrong
-    if lost := wrong_extras(own, runs.figures(mode)["extras"]):
-        return lost
     if mode in ("eager", patch.MASKED):
         return None
     if mode in GOES_ON:
         return resumed_otherwise(runs, mode, GOES_ON[mode])
     expected = runs.figures(patch.MASKED if mode in ON_MASKS else "eager")
-    limits = [SAME_LOSS] if mode in SAME_ORDER else own.limits or [LOSS]
+    limits = [SAME_LOSS] if mode in SAME_ORDER else limits
     return differences(runs.figures(mode), expected, *limits)
-
-
-def wrong_extras(own, extras):
-    wrong = {
-        step: sorted(values) for step, values in extras.items() if set(values) != set(own.extras)
-    }
-    return f"extras {wrong}, expected {own.extras}" if wrong else None
 
 
 def wrong_samples(own, cached, plain, said):
@@ -300,16 +271,10 @@ def wrong_samples(own, cached, plain, said):
 def resumed_otherwise(runs, mode, whole):
     """Steps after the checkpoint, and what is saved, must have the bits of a run without a stop."""
     found, expected = runs.figures(mode), runs.figures(whole)
-    late = {
-        kind: {s: v for s, v in expected[kind].items() if s > 3}
-        for kind in ("losses", "val", "extras")
-    }
-    found["val"].pop(3, None)
-    wrong = [
-        f"{kind}: {found[kind]}, expected {late[kind]}"
-        for kind in late
-        if found[kind] != late[kind]
-    ]
+    for figures in (found, expected):  # of the checkpoint's own step one alone is evaluated
+        for kind in ("losses", "val", "extras"):
+            figures[kind] = {step: x for step, x in figures[kind].items() if step > 3}
+    wrong = differences(found, expected, 0, 0)
     (a, state), (b, other) = (
         load_checkpoint(runs.folder / m / "step_00000006") for m in (mode, whole)
     )
@@ -355,10 +320,9 @@ def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatc
 
 def wrong_effect(own, runs, without):
     """A patch must change something, unless it is known to change no loss and no gradient."""
-    a, b = runs.figures("eager"), without.figures("eager")
-    a["extras"], b["extras"] = {}, {}
-    changed = differences(a, b, EFFECT, EFFECT)
-    changed = [words for words in changed if "in one of both only" not in words]
+    a, b = flat(runs.figures("eager")), flat(without.figures("eager"))
+    common = {key for key in a.keys() & b.keys() if key[0] != "extras"}
+    changed = [key for key in common if not distance(a[key], b[key]) <= EFFECT]
     if own.unchanged and changed:
         return f"it changes {changed}"
     return None if own.unchanged or changed else "it changes nothing"
@@ -376,11 +340,8 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
         0, inside.begun, folder, [*tuned, f"--init_from={tmp_path / 'base'}"]
     )
     assert code == 0, words
-    said = " ".join(said.split())
-    assert (
-        "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight" in said
-        and "not in the checkpoint" in said
-    )
+    new = "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight"
+    assert new in " ".join(said.split())
     (a, _), (b, _) = (
         load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned")
     )
@@ -388,8 +349,4 @@ def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, t
     assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 8
     back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")
     ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
-    assert (
-        code == 4
-        and "blocks.0.attn.proj.lora_a.weight: (8, 32), expected absent" in words
-        and "\n" not in words
-    )
+    assert code == 4 and "lora_a.weight: (8, 32), expected absent" in words

@@ -59,7 +59,6 @@ class Patch:
     lr: Callable | None = None  # of a step
     optimizer: Callable | None = None  # (model, cfg) -> one, with its groups' factors if any
     data: Callable | None = None  # (first row, rows) -> (x, y)
-    extras: tuple = ()  # names that every line of a training step has
     also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, or None
     limits: tuple | None = None  # relative, on losses and moments, if steps magnify rounding
     unchanged: bool = False  # it has no effect on losses and gradients

@@ -126,7 +126,6 @@ PATCHES = [
         "in training a further block predicts the token after the next",
         (*LOSS, modes.COMPILED, modes.FSDP, modes.CONTEXT),
         loss=two_ahead,
-        extras=("second",),
         refused=MIXES,
     ),
     shelved(
@@ -135,7 +134,6 @@ PATCHES = [
         (*LOSS, modes.BLOCK, modes.SELECTIVE, modes.FSDP, *LAYERS),
         sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
         loss=balanced,
-        extras=("uneven",),
         refused=MIXES | NO_CORE,
     ),
     shelved(
@@ -201,7 +199,6 @@ PATCHES = [
         edits=[("1e-4 * z", "1e-2 * z")],
         sample=(modes.PLAIN, modes.DDP, modes.FSDP),
         loss=with_z,
-        extras=("z",),
     ),
     shelved(
         "sequence_warmup",
@@ -217,7 +214,6 @@ PATCHES = [
         # not the teacher's seed, or the two would hardly differ
         adds=dict(teacher=UNPATCHED, seed=2),
         make_loss=distilled,
-        extras=("divergence",),
         refused={modes.CONTEXT: "which divides the rows"},
     ),
     shelved(
