@@ -22,10 +22,20 @@ import numpy as np
 import pytest
 import ranks
 import saved
-import torch
-from conftest import ROOT, flags, load_checkpoint, read_log, stdlib_bytes, write_shard
+from conftest import (
+    ROOT,
+    flags,
+    load_checkpoint,
+    losses,
+    read_log,
+    stdlib_bytes,
+    train_here,
+    write_shard,
+)
 
+import model as models
 from experiments import edits, inside, patch, shelf
+from system.errors import UserError
 
 SETTINGS = dict(
     n_embd=32, max_steps=6, batch_tokens=256, batch_size=4, precision="fp32", prove=True
@@ -328,25 +338,20 @@ def wrong_effect(own, runs, without):
     return None if own.unchanged or changed else "it changes nothing"
 
 
-def test_a_run_with_lora_begins_at_the_weights_of_one_without(sources, shards, tmp_path):
-    """What the checkpoint lacks is named and stays as drawn; what the model lacks is refused."""
-    own = next(patch for patch in shelf.PATCHES if patch.name == "lora")
-    folder = patched(own, sources, tmp_path)
-    settings = SETTINGS | dict(max_steps=3)
-    base, tuned = (flags(shards[False], tmp_path / name, **settings) for name in ("base", "tuned"))
-    ((code, words, _),) = ranks.call(0, inside.begun, sources, base)
-    assert code == 0, words
-    ((code, words, said),) = ranks.call(
-        0, inside.begun, folder, [*tuned, f"--init_from={tmp_path / 'base'}"]
-    )
-    assert code == 0, words
-    new = "new blocks.0.attn.proj.lora_a.weight, blocks.0.attn.proj.lora_b.weight"
-    assert new in " ".join(said.split())
-    (a, _), (b, _) = (
-        load_checkpoint(tmp_path / name / "step_00000003") for name in ("base", "tuned")
-    )
-    kept = {name for name, tensor in a["model"].items() if torch.equal(tensor, b["model"][name])}
-    assert kept == a["model"].keys() and len(b["model"]) == len(a["model"]) + 8
-    back = flags(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "tuned")
-    ((code, words, _),) = ranks.call(0, inside.begun, sources, back)
-    assert code == 4 and "lora_a.weight: (8, 32), expected absent" in words
+def test_init_from_names_new_parameters(shards, tmp_path, monkeypatch, capsys):
+    """Which stay as drawn; those that the model lacks are refused."""
+    settings = SETTINGS | dict(max_steps=3, prove=False)
+    base = train_here(shards[False], tmp_path / "base", **settings)
+    init = models.Block.__init__
+
+    def with_more(self, cfg, rope, layer):
+        init(self, cfg, rope, layer)
+        self.more = models.Linear(cfg.n_embd, 8)
+
+    with monkeypatch.context() as edit:
+        edit.setattr(models.Block, "__init__", with_more)
+        more = train_here(shards[False], tmp_path / "more", **settings, init_from=tmp_path / "base")
+    assert losses(more, "val")[0] == losses(base, "val")[3]
+    assert "new blocks.0.more.bias" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match=r"more.weight: \(8, 32\), expected absent"):
+        train_here(shards[False], tmp_path / "back", **settings, init_from=tmp_path / "more")

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import fast
 import kernels
 import model as models
-from fast import chunks, cublas, forms, gradients
+from fast import chunks, cublas, forms
 from run import flops
 from settings import GPTConfig
 from system.errors import UserError
@@ -221,15 +221,6 @@ def test_ropes_tables_have_gradients(monkeypatch):
     with flops.OperationCounter("cuda", torch.bfloat16) as seen:
         kernels.rope(x, nn.Identity(), *tables)
     assert seen.calls["rope", "tables with a gradient"] == 1
-
-
-def test_gradients_of_attention_have_the_layout_of_its_output():
-    y = torch.randn(2, 8, 4, 16).transpose(1, 2).requires_grad_()
-    kept = []
-    y.register_hook(lambda grad: kept.append(grad.stride()))
-    dy = torch.randn(2, 4, 8, 16)  # contiguous, which y is not
-    gradients.SameLayout.apply(y).backward(dy)
-    assert kept == [y.stride()] and torch.equal(y.grad, dy)
 
 
 def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_not():

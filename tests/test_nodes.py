@@ -11,7 +11,7 @@ import pytest
 import ranks
 import saved
 import torch
-from compare import copied, same_run
+from compare import copied
 from conftest import ROOT, flags, losses, read_log, train_here
 from test_parallel import SHORT
 from test_signals import children, wait_for
@@ -56,37 +56,16 @@ def start_nodes(words, logs, each=1, numbered=False):
     return running
 
 
-def on_two_nodes(words, folder, **options):
-    """What `train.py words` says, without an error; options: as of start_nodes."""
-    logs = [folder / "node_0", folder / "node_1"]
-    running = start_nodes(words, logs, **options)
-    try:
-        codes = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    said = "".join(log.read_text() for log in logs)
-    assert codes == [0, 0], said
-    return said
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_two_nodes_equal_one_process_and_save(data_dir, tmp_path):
-    train_here(data_dir, tmp_path / "one", **SHORT)
-    words = flags(data_dir, tmp_path / "two", **SHORT, parallel="fsdp")
-    said = on_two_nodes(words, tmp_path, numbered=True)
-    assert said.count("step 6/6 |") == 1 and "2 x cpu" in said  # rank 0 alone prints
-    same_run(tmp_path / "one", tmp_path / "two")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
     on_gpu = SHORT | dict(device="cuda", precision="fp32", ops="torch", sample_interval=0)
     train_here(data_dir, tmp_path / "one", **on_gpu)
-    said = on_two_nodes(flags(data_dir, tmp_path / "two", **on_gpu, parallel="hsdp"), tmp_path)
-    assert "2 x NVIDIA" in said
+    logs = [tmp_path / "node_0", tmp_path / "node_1"]
+    words = flags(data_dir, tmp_path / "two", **on_gpu, parallel="hsdp")
+    codes = [process.wait(300) for process in start_nodes(words, logs)]
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [0, 0] and "2 x NVIDIA" in said, said
     found, expected = losses(read_log(tmp_path / "two")), losses(read_log(tmp_path / "one"))
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
 
@@ -116,6 +95,8 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
     expected = losses(read_log(one))
     same = lambda folder, steps: [losses(read_log(folder))[step] for step in steps]
     assert same(cut, expected) == pytest.approx([*expected.values()], rel=rel)
+    printed = "".join(log.read_text() for log in logs)
+    assert printed.count("step       6/") == 1  # rank 0 alone prints
 
     alone = copied(cut, 3, tmp_path / "alone")  # on the node that is left
     assert saved.parts(alone / "step_00000003")["model"] == 2

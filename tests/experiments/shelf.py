@@ -102,14 +102,7 @@ PATCHES = [
     shelved(
         "sliding_window",
         "two of three blocks see the last tokens only",
-        (
-            modes.BLOCK,
-            modes.ATTENTION,
-            modes.EXPORTED,
-            modes.COMPILED,
-            modes.SAMPLED,
-            modes.CONTEXT,
-        ),
+        (modes.BLOCK, modes.ATTENTION, modes.EXPORTED, modes.SAMPLED, modes.CONTEXT),
         edits=[("WINDOW = 64", "WINDOW = 8")],
         sample=(modes.SAMPLED, modes.BLOCK),
         cached=False,
@@ -124,7 +117,7 @@ PATCHES = [
     shelved(
         "multi_token_prediction",
         "in training a further block predicts the token after the next",
-        (*LOSS, modes.COMPILED, modes.FSDP, modes.CONTEXT),
+        (*LOSS, modes.FSDP, modes.CONTEXT),
         loss=two_ahead,
         refused=MIXES,
     ),
@@ -184,7 +177,7 @@ PATCHES = [
     shelved(
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
-        (modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP),
         edits=[("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")],
         # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
@@ -195,7 +188,7 @@ PATCHES = [
     shelved(
         "z_loss",
         "a squared log of the softmax's denominator is added to the loss and logged",
-        (*LOSS, modes.COMPILED, modes.FSDP, modes.CONTEXT),
+        (*LOSS, modes.FSDP, modes.CONTEXT),
         edits=[("1e-4 * z", "1e-2 * z")],
         sample=(modes.PLAIN, modes.DDP, modes.FSDP),
         loss=with_z,
@@ -249,7 +242,7 @@ PATCHES = [
     shelved(
         "half_shift",
         "half of the embedding's channels are those of the token before",
-        (modes.COMPILED, modes.SAMPLED, modes.CONTEXT),
+        (modes.SAMPLED, modes.CONTEXT),
         refused=MIXES,
         cached=False,
     ),
