@@ -37,17 +37,12 @@ LOSSES = [  # rows, width, rows of the table, tokens of the vocabulary, softcap,
     (7, 40, 6200, 4096, 5.0, False),
 ]
 WIDE = torch.bfloat16 if GPU else torch.float32  # NumPy, the interpreter's arithmetic, has no bf16
+GATED = dict(positions="rope", qk_norm=True, attention_gate=True, value_embeddings=2)
 SHAPES_OF_MODELS = [
-    {"dropout": 1e-9, "n_kv_head": 2, "qk_norm": True},
-    {"n_hidden": 100},  # no multiple of 8: the MLP is plain PyTorch
-    {"n_kv_head": 2, **LLAMA},
-    {
-        "mlp": "relu2",
-        "positions": "rope",
-        "qk_norm": True,
-        "attention_gate": True,
-        "value_embeddings": 2,
-    },
+    dict(dropout=1e-9, n_kv_head=2, qk_norm=True),
+    dict(n_hidden=100),  # no multiple of 8: the MLP is plain PyTorch
+    dict(n_kv_head=2, **LLAMA),
+    dict(mlp="relu2", **GATED),
 ]
 
 

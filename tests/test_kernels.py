@@ -1,5 +1,6 @@
 """kernels.py: the plain loss, whole and in chunks, against float64; the choice of a kernel."""
 
+import functools
 import inspect
 
 import pytest
@@ -226,12 +227,11 @@ def test_ropes_tables_have_gradients(monkeypatch):
 def test_a_function_that_does_not_run_is_left_out_but_out_of_memory_is_not():
     """cuBLASLt's algorithms are tried so."""
 
-    def fails():
-        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+    def raises(error):
+        raise error
 
-    def full():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    fails = functools.partial(raises, RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
+    full = functools.partial(raises, torch.OutOfMemoryError("CUDA out of memory"))
     assert cublas.runs(list) and not cublas.runs(fails)
     with pytest.raises(torch.OutOfMemoryError):
         cublas.runs(full)

@@ -28,14 +28,6 @@ def test_the_forms_compute_the_texts_of_kernels():
     assert texts.edited() == {} == forms.edits
 
 
-def test_a_text_comes_after_those_that_it_calls():
-    names = [*texts.COMPUTED]
-    found = texts.definitions(texts.KERNELS)
-    for number, name in enumerate(names):
-        later = {*names[number + 1 :]} - {"cross_entropy"}  # F.cross_entropy too
-        assert not later & {*found[name]}, name
-
-
 END = "\ndef cap(logits, softcap):"
 OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
 FREE = {

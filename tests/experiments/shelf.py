@@ -39,29 +39,6 @@ def with_z(model, x, y):
     return loss + 1e-2 * z, {"z": z}
 
 
-def two_ahead(model, x, y):
-    loss = mean(each(model, x, y), y)
-    if not model.training:
-        return loss, {}
-    hidden = model.norm(model.ahead(model.hidden(x), x, None))
-    log_p = model.head.logits(hidden)[:, :-1].log_softmax(-1)
-    found = -log_p.gather(-1, y[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1) * (
-        (y[:, 1:] >= 0) & (y[:, :-1] >= 0)
-    )
-    second = found.sum() / (y >= 0).sum()
-    return loss + 0.3 * second, {"second": second}
-
-
-def balanced(model, x, y):
-    hidden, uneven = model.hidden(x)
-    log_p = model.head.logits(hidden).log_softmax(-1)
-    loss = mean(-log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1), y)
-    if not model.training:
-        return loss, {}
-    uneven = mean(uneven.unsqueeze(1).expand(y.shape), y)
-    return loss + 0.01 * uneven, {"uneven": uneven}
-
-
 def distilled(cfg):
     import saved
 
@@ -118,7 +95,6 @@ PATCHES = [
         "multi_token_prediction",
         "in training a further block predicts the token after the next",
         (*LOSS, modes.FSDP, modes.CONTEXT),
-        loss=two_ahead,
         refused=MIXES,
     ),
     shelved(
@@ -126,7 +102,6 @@ PATCHES = [
         "one of four MLPs for each token; blocks return their balance as a second result",
         (*LOSS, modes.BLOCK, modes.SELECTIVE, modes.FSDP, *LAYERS),
         sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
-        loss=balanced,
         refused=MIXES | NO_CORE,
     ),
     shelved(
