@@ -80,8 +80,7 @@ def train(patch, cfg, folder):
         found["losses"][step + 1] = loss.item()
         found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
     names = {p: name for name, p in model.named_parameters()}
-    states = optimizer.state.items()
-    found["moments"] = {
-        names[p]: state["exp_avg"].numpy() for p, state in states if "exp_avg" in state
-    }
+    for p, state in optimizer.state.items():
+        for moment in {"exp_avg", "momentum"} & state.keys():
+            found["moments"][names[p]] = state[moment].numpy()
     return found

@@ -116,7 +116,7 @@ PATCHES = [
     shelved(
         "lora",
         "two narrow factors beside each of attention's layers, while all else is frozen",
-        (modes.RESUMED, modes.EXPORTED, modes.SAMPLED, modes.DDP, modes.RESUMED_FSDP),
+        (modes.RESUMED, modes.EXPORTED, modes.SAMPLED, modes.DDP, modes.FSDP, modes.RESUMED_FSDP),
         # with an init_std of 0 the factors' product would stay near zero
         edits=[("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")],
         sample=(modes.RESUMED,),
@@ -126,7 +126,7 @@ PATCHES = [
     shelved(
         "ema",
         "a running mean of the weights in State.own, evaluated beside them",
-        (modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP),
+        (modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         sample=(modes.RESUMED,),
         unchanged=True,
         also=averaged,
@@ -143,7 +143,7 @@ PATCHES = [
     shelved(
         "schedule_free",
         "its groups hold numbers that its steps change, and weights have two forms",
-        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP),
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
         settings=dict(lr=3e-3, schedule="constant"),
         adds=dict(optimizer="schedule_free"),
@@ -152,7 +152,7 @@ PATCHES = [
     shelved(
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
-        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.RESUMED_FSDP),
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         edits=[("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")],
         # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
