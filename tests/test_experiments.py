@@ -22,16 +22,7 @@ import numpy as np
 import pytest
 import ranks
 import saved
-from conftest import (
-    ROOT,
-    flags,
-    load_checkpoint,
-    losses,
-    read_log,
-    stdlib_bytes,
-    train_here,
-    write_shard,
-)
+from conftest import ROOT, flags, losses, read_log, stdlib_bytes, train_here, write_shard
 
 import model as models
 from experiments import edits, inside, patch, shelf
@@ -284,9 +275,7 @@ def resumed_otherwise(runs, mode, whole):
         for kind in ("losses", "val", "extras"):
             figures[kind] = {step: x for step, x in figures[kind].items() if step > 3}
     wrong = differences(found, expected, 0, 0)
-    (a, state), (b, other) = (
-        load_checkpoint(runs.folder / m / "step_00000006") for m in (mode, whole)
-    )
+    (a, state), (b, other) = (saved.load(runs.folder / m / "step_00000006") for m in (mode, whole))
     for group in a.keys() | b.keys():
         if a[group].keys() != b[group].keys():
             wrong.append(f"other tensors in {group}")
@@ -315,9 +304,7 @@ def test_a_patch_holds_or_is_refused(module, own, modes, sources, shards, unpatc
     adds = own.adds
     if patch.UNPATCHED in adds.values():
         without = unpatched(own.settings).folder / "eager"
-        adds = {
-            name: without if value == patch.UNPATCHED else value for name, value in adds.items()
-        }
+        adds = {name: without if x == patch.UNPATCHED else x for name, x in adds.items()}
     runs = Runs(folder, shards, tmp_path, module, own, adds)
     runs.do(modes)
     wrong = problems(runs, modes)

@@ -27,7 +27,6 @@ BLOCKS = (
 BLOCK_CLASS = "class Block(nn.Module):\n"
 MAKE_MLP = "        self.norm_2, self.mlp = make_norm(cfg), make_mlp(cfg)\n"
 MLP_CALL = "        x = x + self.dropout(self.mlp(self.norm_2(x)))\n"
-ACTIVATION = '    return MLP(cfg, {"gelu": kernels.gelu, "relu2": kernels.relu2}[cfg.mlp])\n'
 BUILD = "def build(name, groups, model, cfg):\n"
 ADAMW = "    return torch.optim.AdamW(groups, **options, fused=fused)\n"
 LOADER = "    loader = make_loader(cfg, world)\n"
@@ -52,14 +51,6 @@ SIZES = """
 ALL_LAYERS = "        for mix, block in [*self.layers, *zip([Unchanged()] * 2, self.late)]:\n"
 LATE = "        self.late = nn.ModuleList(Block(cfg, rope, layer) for layer in (0, 1))\n"
 GRU = "        self.gru = nn.GRU(cfg.n_embd, cfg.n_embd, batch_first=True)\n"
-NOISY = """def noisy(x):
-    import random
-    import numpy as np
-    slope = random.random() + np.random.rand() + torch.rand((), device=x.device)
-    return F.leaky_relu(x) * slope
-
-
-"""
 ROUTED = '''class Routed(nn.Module):
     """Four MLPs; a router picks one for each token, and its bias evens out how often."""
 
@@ -234,21 +225,6 @@ PATCHES = [
         (),
         sample=(),
         refused={"eager": "GPT.forward returned the extras"},
-    ),
-    Patch(
-        "a bare loss",
-        "the forward returns the loss alone",
-        [(FORWARD, FORWARD.replace("loss, count, {}", "loss"))],
-        (),
-        sample=(),
-        refused={"eager": "expected (loss, count, extras), see docs/experiment.md"},
-    ),
-    Patch(
-        "a random activation",
-        "its slope is drawn with torch, numpy and Python, inside of mlp.core",
-        [(BLOCK_CLASS, NOISY + BLOCK_CLASS), (ACTIVATION, "    return MLP(cfg, noisy)\n")],
-        (modes.RESUMED, modes.SELECTIVE),
-        sample=(modes.SELECTIVE,),
     ),
     Patch(
         "a second list of blocks",

@@ -13,6 +13,7 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -48,15 +49,13 @@ def run(words):
     train, configurator, settings = sources()
     from scale import parallel
 
+    def main():
+        train.main(configurator.configure(settings.Config, [*map(str, words)], settings.check))
+
     try:
-        train.main(configurator.configure(settings.Config, list(map(str, words)), settings.check))
-    except configurator.UserError as error:
-        return error.exit_code, str(error)
-    except BaseException:
-        return 1, traceback.format_exc()
+        return guarded(main)
     finally:
         parallel.stop()
-    return 0, ""
 
 
 def alone(folder, patch_module, name, runs, plain, out, more):
@@ -116,16 +115,11 @@ def guarded(function, *arguments):
         return 1, traceback.format_exc()
 
 
-@contextlib.contextmanager
 def compiled_to_graphs():
     """As conftest.compile_to_graphs, for one run."""
-    plain = torch.compile
-    torch.compile = functools.partial(plain, backend="aot_eager_decomp_partition")
     torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch.compile = plain
+    graphs = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    return mock.patch.object(torch, "compile", graphs)
 
 
 def plain_loop(patch, words, data):
