@@ -84,25 +84,16 @@ def attempt(ranks, function, *arguments, **limits):
 
 def torchrun(ranks, words, script="train.py", timeout=300):
     """subprocess.CompletedProcess of a script under torchrun; 0 ranks: as a plain new process."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={ranks}",
-        f"--master_port={free_port()}",
-    ]
-    command = [sys.executable, *(launcher if ranks else []), str(script), *words]
+    launcher = f"-m torch.distributed.run --nproc_per_node={ranks} --master_port={free_port()}"
+    command = [sys.executable, *(launcher.split() if ranks else []), str(script), *words]
     kept = dict(capture_output=True, text=True, timeout=timeout)
     return subprocess.run(command, cwd=ROOT, env=environment(), **kept)
 
 
 def environment():
     """Variables of a run: one thread a rank, since ranks share the cores; no hub."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
+    own = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+    return os.environ | own
 
 
 def free_port():
@@ -148,9 +139,8 @@ class _Pool:
             raise RuntimeError(f"the server of ranks died or hung in {what}")
         found = json.loads(reply)
         read = lambda name, rank: (Path(folder) / f"{name}_{rank}").read_text(errors="replace")
-        texts = [
-            [read(name, rank) for rank in range(max(ranks, 1))] for name in ("stdout", "stderr")
-        ]
+        numbers = range(max(ranks, 1))
+        texts = [[read(name, rank) for rank in numbers] for name in ("stdout", "stderr")]
         return Ran(found["first"], found["codes"], *texts)
 
     def close(self):
@@ -281,10 +271,9 @@ def be_rank(rank, request):
     os.environ.update(request["env"])
     if request["ranks"]:
         size = str(request["ranks"])
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
-        )
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size)
+        os.environ |= dict(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(request["port"])
     try:
         if "function" in request:
             call_asked(request["function"], folder, rank)

@@ -32,11 +32,10 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_emb
 SHAPES = [
     GPT2,
     GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
-    LLAMA | dict(n_embd=4096, n_head=32, n_kv_head=8, n_hidden=14336, vocab_size=4096),
     LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
 # width, rows of the vocabulary, softcap of the heads whose loss is compiled for Hopper
-HEADS = [(768, 50_304, None), (1600, 50_304, 15.0), (4096, 128_256, None), (8192, 128_256, None)]
+HEADS = [(768, 50_304, None), (1600, 50_304, 15.0), (8192, 128_256, None)]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 

@@ -71,35 +71,24 @@ SLICED = GPT2 | dict(slice_gradient_in_norm=1)
 GATED = dict(
     norm="rmsnorm", positions="rope", mlp="relu2", bias=False, qk_norm=True, attention_gate=True
 )
+FOLDED = GPT2 | dict(column_sums_from_norm=1)  # the bias gradient of attention's proj
+IN_FP8 = SLICED | dict(gates_in_cast=1, norm_in_cast=1)  # not of the norm that the gates read too
 CASES = {  # shape, dropout, fp8, what the pass folds in the graphs that all blocks share
-    # the bias gradient of attention's proj
-    "gpt2": ({}, 0.0, False, GPT2 | dict(column_sums_from_norm=1)),
+    "gpt2": ({}, 0.0, False, FOLDED),
     # dropout is between the layers and what reads their results
     "dropout": ({}, 0.1, False, GPT2 | dict(addition_in_product=1)),
     "gates": (GATED, 0.0, False, SLICED),
-    "gates_fp8": (
-        GATED,
-        0.0,
-        True,
-        SLICED | dict(gates_in_cast=1, norm_in_cast=1),
-    ),  # not of the norm that the gates read too
-    "gpt2_fp8": ({}, 0.0, True, GPT2 | dict(column_sums_from_norm=1, norm_in_cast=2)),
-}
-# edits of what is cast that the kernel which casts cannot compute
-CASES["norm_of_heads_fp8"] = *CASES["gpt2_fp8"], NormOfHeads
-CASES["slice_fp8"] = (
-    {},
-    0.0,
-    True,
-    SLICED | dict(column_sums_from_norm=1, norm_in_cast=1),
-    GatesOfASlice,
-)
+    "gates_fp8": (GATED, 0.0, True, IN_FP8),
+    "gpt2_fp8": ({}, 0.0, True, FOLDED | dict(norm_in_cast=2)),
+    # edits of what is cast that the kernel which casts cannot compute
+    "norm_of_heads_fp8": ({}, 0.0, True, FOLDED | dict(norm_in_cast=2), NormOfHeads),
+    "slice_fp8": (
+        {}, 0.0, True, SLICED | dict(column_sums_from_norm=1, norm_in_cast=1), GatesOfASlice
+    ),
+}  # fmt: skip
 
 
-OFTEN = ("gpt2",)
-
-
-@pytest.mark.parametrize("case", [slow(case) if case in OFTEN else costly(case) for case in CASES])
+@pytest.mark.parametrize("case", [slow(case) if case == "gpt2" else costly(case) for case in CASES])
 def test_a_blocks_sums_are_computed_in_its_kernels(case, products, monkeypatch):
     """In the graphs that all blocks share no addition is left, but for one behind dropout."""
     shape, dropout, fp8, folded, *edit = CASES[case]

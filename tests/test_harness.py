@@ -97,8 +97,8 @@ def test_the_likeliest_continuation_is_greedy(once):
     )
     assert len(text) == 4, "choose another seed: some token is half a character"
     other = text[:-1] + ("b" if text[-1] == "a" else "a")
-    pairs = asked("loglikelihood", [("the man", text), ("the man", other)])
-    (score, greedy), (less, not_greedy) = once.loglikelihood(pairs)
+    pairs = asked("loglikelihood", [("the man", text), ("the man", other), ("a", text)])
+    (score, greedy), (less, not_greedy), _ = once.loglikelihood(pairs)  # of other places in a batch
     assert greedy and not not_greedy and less < score < 0
     logp = once.model.logits(torch.tensor([list(b"the man" + text.encode())])).log_softmax(-1)[
         0, 6:-1

@@ -1,6 +1,5 @@
-"""hopper.py against float64 on a Hopper GPU; elsewhere its compilation and its operands' checks."""
+"""hopper.py against float64 on a Hopper GPU; elsewhere its operands' checks."""
 
-import contextlib
 import math
 
 import pytest
@@ -183,24 +182,6 @@ def test_qkv_backward_takes_the_faster_way(way, monkeypatch):
     exact = with_gradients(in_float64, [x.double() for x in inputs], dy)
     assert all(error(*pair) < bound for *pair, bound in zip(found, exact, (3e-3, 5e-3, 5e-3, 5e-3)))
     assert list(linear.QKV_WAYS.values()) == [way]
-
-
-@pytest.fixture
-def nvrtc(monkeypatch):
-    """NVRTC as hopper.py finds it, or with a PyTorch that is not for CUDA the system's."""
-    for version in [torch.version.cuda] if torch.version.cuda else ["13", "12"]:
-        monkeypatch.setattr(torch.version, "cuda", version)
-        with contextlib.suppress(OSError):
-            return hopper.nvrtc()
-    pytest.skip("needs libnvrtc")
-
-
-@pytest.mark.parametrize("kernel", hopper.KERNELS, ids=" ".join)
-def test_kernels_compile(kernel, nvrtc):
-    """NVRTC needs no GPU to compile for sm_90a."""
-    assert max(hopper.SHARED_BYTES.values()) <= 227 * 2**10  # of a block
-    cubin = hopper.compiled(kernel)
-    assert cubin.startswith(b"\x7fELF") and b".text." + kernel[0].encode() in cubin
 
 
 def zeros(*shape, dtype=torch.bfloat16):

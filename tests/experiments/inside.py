@@ -13,6 +13,7 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -48,15 +49,13 @@ def run(words):
     train, configurator, settings = sources()
     from scale import parallel
 
+    def main():
+        train.main(configurator.configure(settings.Config, [*map(str, words)], settings.check))
+
     try:
-        train.main(configurator.configure(settings.Config, list(map(str, words)), settings.check))
-    except configurator.UserError as error:
-        return error.exit_code, str(error)
-    except BaseException:
-        return 1, traceback.format_exc()
+        return guarded(main)
     finally:
         parallel.stop()
-    return 0, ""
 
 
 def alone(folder, patch_module, name, runs, plain, out, more):
@@ -100,15 +99,6 @@ def over_ranks(folder, runs, ports):
     return found
 
 
-def begun(folder, words):
-    """(exit code, words, what was printed) of a run of the sources in a folder."""
-    use(folder)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code, error = run(words)
-    return code, error, said.getvalue()
-
-
 def find(module, name):
     patches = importlib.import_module(module).PATCHES
     return next(patch for patch in patches if patch.name == name)
@@ -125,16 +115,11 @@ def guarded(function, *arguments):
         return 1, traceback.format_exc()
 
 
-@contextlib.contextmanager
 def compiled_to_graphs():
     """As conftest.compile_to_graphs, for one run."""
-    plain = torch.compile
-    torch.compile = functools.partial(plain, backend="aot_eager_decomp_partition")
     torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch.compile = plain
+    graphs = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    return mock.patch.object(torch, "compile", graphs)
 
 
 def plain_loop(patch, words, data):
@@ -144,17 +129,11 @@ def plain_loop(patch, words, data):
     return plain.train(patch, cfg, data)
 
 
-def trained(out):
-    import saved
-
-    return saved.load_model(out)
-
-
 def samples(out):
     """(ids with a KV cache, ids without, what was said)"""
     from run import sampling
 
-    model, said = trained(out), io.StringIO()
+    model, said = importlib.import_module("saved").load_model(out), io.StringIO()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(6 if p.dim() == 2 else 1)  # as though trained for long: what a part does shows
@@ -170,15 +149,10 @@ def samples(out):
 
 
 def export(out):
-    """The relative difference of the export's logits, computed plainly, from the model's."""
+    """Exports with --check, which compares transformers' logits with the model's."""
     import convert
 
-    folder = out.with_name("hf")
     with contextlib.redirect_stdout(io.StringIO()):
-        convert.main(convert.Config(checkpoint=str(out), to_hf=str(folder), check=True))
-    model, plain = trained(out), importlib.import_module("experiments.plain")
-    idx = torch.arange(96).view(3, 32)
-    with torch.no_grad():
-        own = model.logits(idx)
-        theirs = plain.gpt2_logits(folder, model.cfg, idx)
-    return ((own - theirs[..., : own.size(-1)]).norm() / own.norm()).item()
+        convert.main(
+            convert.Config(checkpoint=str(out), to_hf=str(out.with_name("hf")), check=True)
+        )

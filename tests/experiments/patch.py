@@ -22,26 +22,6 @@ FSDP = "fsdp"
 CONTEXT = "context"  # FSDP2 and context_parallel=2
 RESUMED_DDP, RESUMED_FSDP = "resumed ddp", "resumed fsdp"  # bitwise as DDP and FSDP go on
 RANKS = (DDP, FSDP, CONTEXT, RESUMED_DDP, RESUMED_FSDP)
-# refused with context parallelism: an edit for which a rank needs more than its part of a row
-MIXES = {CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where new weights are zero
-
-# A change of the loss or loop counts targets and tokens; one of layers moves weights and tensors.
-OF_LOSS = (PLAIN, MASKED, ACCUMULATED, EXPORTED, DDP)
-OF_LAYERS = (PLAIN, BLOCK, SAMPLED, CONTEXT)  # an export of the same parameters is not checked
-OF_LOOP = (PLAIN, MASKED, ACCUMULATED, RESUMED, DDP)
-ALL = (
-    PLAIN,
-    MASKED,
-    ACCUMULATED,
-    RESUMED,
-    BLOCK,
-    SELECTIVE,
-    ATTENTION,
-    COMPILED,
-    SAMPLED,
-    EXPORTED,
-    *RANKS,
-)
 UNPATCHED = "the folder of a run without the patch"  # as a setting's value
 
 
@@ -55,7 +35,7 @@ def own_loss(model, x, y):
 class Patch:
     """An experiment: what a user changes in which files, and what must come out.
 
-    edits: {file: [(old text, new text), ...]}; the old text, the anchor, is there exactly once.
+    edits: (old text, new text); the old text, the anchor, is in one file, exactly once.
     file: of experiments/, applied before them; adds: settings that the sources have by it alone.
     modes: in which it must equal its own plain run in one process, or be refused there.
     sample: those of them that ./test.sh runs, (): one plain run; None: it leaves it to --all.
@@ -64,7 +44,7 @@ class Patch:
 
     name: str
     what: str
-    edits: dict
+    edits: list
     modes: tuple
     sample: tuple | None = None
     refused: dict = dataclasses.field(default_factory=dict)
@@ -79,12 +59,11 @@ class Patch:
     lr: Callable | None = None  # of a step
     optimizer: Callable | None = None  # (model, cfg) -> one, with its groups' factors if any
     data: Callable | None = None  # (first row, rows) -> (x, y)
-    extras: tuple = ()  # names that every line of a training step has
     also: Callable | None = None  # (lines of log.jsonl) -> what is wrong with them, or None
     limits: tuple | None = None  # relative, on losses and moments, if steps magnify rounding
     unchanged: bool = False  # it has no effect on losses and gradients
     cached: bool = True  # samples come with a KV cache; False: a warning says that they do not
-    export: str = "equal"  # or words of the one line of a refusal
+    export: str = ""  # words of the one line of a refusal
 
 
 class MissingAnchor(Exception):
@@ -95,15 +74,15 @@ def apply(patch, folder):
     """Applies a patch to a copy of the sources. Raises MissingAnchor."""
     if patch.file:
         apply_file(patch.file, folder)
-    for file, replacements in patch.edits.items():
-        path = Path(folder, file)
-        text = path.read_text()
-        for old, new in replacements:
-            if text.count(old) != 1:
-                words = f"{file} has {text.count(old)} times, not once: {old.strip()!r}"
-                raise MissingAnchor(f"the anchor of the patch {patch.name!r} was edited; {words}")
-            text = text.replace(old, new)
-        path.write_text(text)
+    texts = {path: path.read_text() for path in Path(folder).glob("*.py")}
+    for old, new in patch.edits:
+        counts = {path: text.count(old) for path, text in texts.items() if old in text}
+        if [*counts.values()] != [1]:
+            found = {path.name: n for path, n in counts.items()}
+            raise MissingAnchor(f"{patch.name}: not once in one file but {found}: {old.strip()!r}")
+        (path,) = counts
+        texts[path] = texts[path].replace(old, new)
+        path.write_text(texts[path])
 
 
 def apply_file(file, folder):

@@ -1,14 +1,12 @@
-"""Plain references: a training loop over whole batches, and GPT-2 by Hugging Face's weights.
+"""A plain training loop over whole batches.
 
-The loop knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It
+It knows no micro-steps, ranks, counts, masks' effect on factors, checkpoints or graphs. It
 takes from the sources only the model, its initial weights, the groups of parameters, and the
 schedule.
 """
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 
 HEADER_BYTES = 1024
 
@@ -82,31 +80,7 @@ def train(patch, cfg, folder):
         found["losses"][step + 1] = loss.item()
         found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
     names = {p: name for name, p in model.named_parameters()}
-    states = optimizer.state.items()
-    found["moments"] = {
-        names[p]: state["exp_avg"].numpy() for p, state in states if "exp_avg" in state
-    }
+    for p, state in optimizer.state.items():
+        for moment in {"exp_avg", "momentum"} & state.keys():
+            found["moments"][names[p]] = state[moment].numpy()
     return found
-
-
-def gpt2_logits(folder, cfg, idx):
-    """(B, T, V) of a Hugging Face GPT-2, from its weights' names and shapes alone."""
-    w = load_file(folder / "model.safetensors")
-    norm = lambda x, name: F.layer_norm(
-        x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], cfg.norm_eps
-    )
-    linear = lambda x, name: x @ w[f"{name}.weight"] + w[f"{name}.bias"]  # stored as (in, out)
-    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
-    for i in range(cfg.n_layer):
-        block = f"transformer.h.{i}"
-        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
-        q, k, v = (
-            part.unflatten(-1, (cfg.n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-        )
-        scores = (q @ k.mT) / q.size(-1) ** 0.5
-        above = torch.ones(scores.shape[-2:]).triu(1).bool()
-        y = scores.masked_fill(above, -torch.inf).softmax(-1) @ v
-        x = x + linear(y.transpose(1, 2).flatten(2), f"{block}.attn.c_proj")
-        h = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
-        x = x + linear(F.gelu(h, approximate="tanh"), f"{block}.mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T

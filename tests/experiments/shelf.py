@@ -1,41 +1,34 @@
-"""The patches of experiments/: in each mode they equal a run in one process, or are refused."""
+"""The patches of experiments/: in each mode they equal a run in one process, or are refused.
 
-import importlib
+Modes in which a patch could not differ from another one that is run there are left out: a change of
+layers is run with remat, compiled, sampled and over shards, one of the loss with masks and
+micro-steps, one of the loop or optimizer resumed.
+"""
 
 from experiments import patch as modes
+from experiments.edits import HAS_MORE, each, mean, own_optimizer
 from experiments.inside import ROOT
-from experiments.losses import HAS_MORE, each, mean
-from experiments.patch import ALL, UNPATCHED, Patch
+from experiments.patch import UNPATCHED, Patch
 
 FOLDER = ROOT / "experiments"
+REMAT = (modes.BLOCK, modes.SELECTIVE, modes.ATTENTION)
+LAYERS = (modes.COMPILED, modes.SAMPLED, modes.CONTEXT)  # which is over shards
+LOSS = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, modes.DDP)
+# refused with context parallelism: an edit for which a rank needs more than its part of a row
+MIXES = {modes.CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where weights are zero
 NO_CORE = {modes.SELECTIVE: "model.py's block has none; try --remat=block"}
-# ranks, and micro-steps, draw other numbers
-DRAWN = (
-    modes.RESUMED,
-    modes.BLOCK,
-    modes.SELECTIVE,
-    modes.ATTENTION,
-    modes.COMPILED,
-    modes.SAMPLED,
-)
-DRAWN += (modes.EXPORTED, modes.CONTEXT, modes.RESUMED_DDP, modes.RESUMED_FSDP)
 
 
-# without states of its own a patch resumes over ranks as it does in one process
-STATELESS = tuple(mode for mode in ALL if mode not in (modes.RESUMED_DDP, modes.RESUMED_FSDP))
-
-
-def shelved(name, what, edits=None, modes=STATELESS, **more):
+def shelved(name, what, modes, edits=None, **more):
     """A Patch of experiments/NAME.patch; edits: of what it has put there."""
-    return Patch(name, what, edits or {}, modes, file=FOLDER / f"{name}.patch", **more)
+    return Patch(name, what, edits or [], modes, file=FOLDER / f"{name}.patch", **more)
 
 
 def within_documents(name):
     """That patch is refused under document masks, at the start."""
-    settings = dict(n_layer=3, document_mask=True)
-    refused = dict.fromkeys(("eager", modes.DDP), "document_mask=True")
-    options = dict(settings=settings, refused=refused, file=FOLDER / f"{name}.patch")
-    return Patch(f"{name} within documents", "refused", {}, (modes.DDP,), **options)
+    options = dict(settings=dict(n_layer=3, document_mask=True), file=FOLDER / f"{name}.patch")
+    refused = {"eager": "document_mask=True"}
+    return Patch(f"{name} within documents", "refused", {}, (), refused=refused, **options)
 
 
 def with_z(model, x, y):
@@ -44,29 +37,6 @@ def with_z(model, x, y):
         return loss, {}
     z = mean(model.logits(x).logsumexp(-1) ** 2, y)
     return loss + 1e-2 * z, {"z": z}
-
-
-def two_ahead(model, x, y):
-    loss = mean(each(model, x, y), y)
-    if not model.training:
-        return loss, {}
-    hidden = model.norm(model.ahead(model.hidden(x), x, None))
-    log_p = model.head.logits(hidden)[:, :-1].log_softmax(-1)
-    found = -log_p.gather(-1, y[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1) * (
-        (y[:, 1:] >= 0) & (y[:, :-1] >= 0)
-    )
-    second = found.sum() / (y >= 0).sum()
-    return loss + 0.3 * second, {"second": second}
-
-
-def balanced(model, x, y):
-    hidden, uneven = model.hidden(x)
-    log_p = model.head.logits(hidden).log_softmax(-1)
-    loss = mean(-log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1), y)
-    if not model.training:
-        return loss, {}
-    uneven = mean(uneven.unsqueeze(1).expand(y.shape), y)
-    return loss + 0.01 * uneven, {"uneven": uneven}
 
 
 def distilled(cfg):
@@ -83,10 +53,6 @@ def distilled(cfg):
         return 0.5 * (usual + divergence), {"divergence": divergence}
 
     return loss
-
-
-def own_optimizer(model, cfg):
-    return importlib.import_module("optim").make_optimizer(model, cfg)
 
 
 def averaged(log):
@@ -106,7 +72,6 @@ def measured(log):
     return f"gradients above the norm in steps {wrong}" if wrong or not lines else None
 
 
-LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 DIFFERS = "transformers' logits differ by"
 ONE_POSITION = "masked diffusion has logits of one position at a time"
 
@@ -114,33 +79,36 @@ PATCHES = [
     shelved(
         "sliding_window",
         "two of three blocks see the last tokens only",
-        edits={"model.py": [("WINDOW = 64", "WINDOW = 8")]},
+        (modes.BLOCK, modes.ATTENTION, modes.EXPORTED, modes.SAMPLED, modes.CONTEXT),
+        edits=[("WINDOW = 64", "WINDOW = 8")],
         sample=(modes.SAMPLED, modes.BLOCK),
         cached=False,
         export=DIFFERS,
     ),
-    shelved("looped_model", "the inner blocks run twice", settings=dict(n_layer=3), export=DIFFERS),
+    shelved(
+        "looped_model",
+        "the inner blocks run twice",
+        (modes.BLOCK, modes.ATTENTION, *LAYERS),
+        settings=dict(n_layer=3),
+    ),
     shelved(
         "multi_token_prediction",
         "in training a further block predicts the token after the next",
-        loss=two_ahead,
-        extras=("second",),
-        refused=modes.MIXES,
-        export=HAS_MORE,
+        (*LOSS, modes.FSDP, modes.CONTEXT),
+        refused=MIXES,
     ),
     shelved(
         "mixture_of_experts",
         "one of four MLPs for each token; blocks return their balance as a second result",
+        (*LOSS, modes.BLOCK, modes.SELECTIVE, modes.FSDP, *LAYERS),
         sample=(modes.PLAIN, modes.BLOCK, modes.SELECTIVE),
-        loss=balanced,
-        extras=("uneven",),
-        refused=modes.MIXES | NO_CORE,
-        export="model.py has other parameters than a gpt2",
+        refused=MIXES | NO_CORE,
     ),
     shelved(
         "masked_diffusion",
         "a random share of each row is hidden, and is all that is predicted",
-        modes=tuple(mode for mode in DRAWN if mode != modes.CONTEXT),  # which is not proved
+        # ranks, and micro-steps, draw other numbers
+        (modes.RESUMED, *REMAT, modes.EXPORTED, modes.SAMPLED, modes.RESUMED_DDP),
         sample=(modes.RESUMED, modes.BLOCK),
         cached=False,
         export=ONE_POSITION,
@@ -148,8 +116,9 @@ PATCHES = [
     shelved(
         "lora",
         "two narrow factors beside each of attention's layers, while all else is frozen",
+        (modes.RESUMED, modes.EXPORTED, modes.SAMPLED, modes.DDP, modes.FSDP, modes.RESUMED_FSDP),
         # with an init_std of 0 the factors' product would stay near zero
-        edits={"model.py": [("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")]},
+        edits=[("self.lora_b.init_std = 0.0", "self.lora_b.init_std = 0.2")],
         sample=(modes.RESUMED,),
         settings=dict(lr=0.03),
         export=HAS_MORE,
@@ -157,7 +126,7 @@ PATCHES = [
     shelved(
         "ema",
         "a running mean of the weights in State.own, evaluated beside them",
-        modes=ALL,
+        (modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         sample=(modes.RESUMED,),
         unchanged=True,
         also=averaged,
@@ -165,15 +134,16 @@ PATCHES = [
     shelved(
         "norms",
         "the RMS of each matrix' weight, gradient and update is logged",
-        edits={"train.py": [("EVERY = 10", "EVERY = 2")]},
-        sample=(modes.PLAIN, modes.FSDP),
+        (modes.ACCUMULATED, modes.FSDP),
+        edits=[("EVERY = 10", "EVERY = 2")],
+        sample=(modes.FSDP,),
         unchanged=True,
         also=measured,
     ),
     shelved(
         "schedule_free",
         "its groups hold numbers that its steps change, and weights have two forms",
-        modes=ALL,
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         sample=(modes.PLAIN, modes.RESUMED, modes.RESUMED_FSDP),
         settings=dict(lr=3e-3, schedule="constant"),
         adds=dict(optimizer="schedule_free"),
@@ -182,8 +152,8 @@ PATCHES = [
     shelved(
         "soap",
         "its states are whole matrices and lists of them, its steps those of a rank's rows",
-        modes=ALL,
-        edits={"optim.py": [("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")]},
+        (modes.PLAIN, modes.RESUMED, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
+        edits=[("lr, betas, eps=1e-8):", "lr, betas, eps=1e-3):")],
         # wide: where eigenvalues differ by little, rounding turns a basis far
         limits=(2e-4, 0.1),
         settings=dict(lr=3e-3),
@@ -193,61 +163,63 @@ PATCHES = [
     shelved(
         "z_loss",
         "a squared log of the softmax's denominator is added to the loss and logged",
-        edits={"model.py": [("1e-4 * z", "1e-2 * z")]},
+        (*LOSS, modes.FSDP, modes.CONTEXT),
+        edits=[("1e-4 * z", "1e-2 * z")],
         sample=(modes.PLAIN, modes.DDP, modes.FSDP),
         loss=with_z,
-        extras=("z",),
     ),
     shelved(
         "sequence_warmup",
         "rows of a quarter, then of half of block_size, as many tokens a step",
+        (*LOSS, modes.RESUMED, modes.COMPILED, modes.CONTEXT),
         sample=(modes.PLAIN, modes.RESUMED),
         length=lambda step: (8, 16, 32)[min(step, 2)],
     ),
     shelved(
         "distillation",
         "half of the loss is the divergence from a checkpoint's predictions",
+        (*LOSS, modes.RESUMED, modes.FSDP, modes.CONTEXT),
         # not the teacher's seed, or the two would hardly differ
         adds=dict(teacher=UNPATCHED, seed=2),
         make_loss=distilled,
-        extras=("divergence",),
         refused={modes.CONTEXT: "which divides the rows"},
     ),
     shelved(
         "mup",
         "rates, first weights and the head follow the width",
-        export=DIFFERS,
+        (modes.PLAIN, modes.SAMPLED, modes.FSDP),
         optimizer=own_optimizer,
     ),
     shelved(
         "byte_patches",
         "the inner block sees the mean of each four tokens as one",
+        (modes.BLOCK, modes.FSDP, *LAYERS),
         settings=dict(n_layer=3),
-        refused=modes.MIXES,
+        refused=MIXES,
         cached=False,
-        export=DIFFERS,
     ),
     shelved(
         "value_residual",
         "the first block's values go on to all others: a block takes and returns two tensors",
+        (*REMAT, *LAYERS),
         sample=(modes.BLOCK, modes.ATTENTION, modes.SAMPLED),
-        export=HAS_MORE,
     ),
     shelved(
         "key_offset_bigrams",
         "a quarter of a key is that of the token before, beside a table for pairs of tokens",
+        (modes.BLOCK, modes.ATTENTION, modes.EXPORTED, modes.FSDP, *LAYERS),
         sample=(modes.BLOCK,),
-        settings=dict(LLAMA),
-        refused=modes.MIXES,
+        settings=dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False),
+        refused=MIXES,
         cached=False,
         export=HAS_MORE.replace("gpt2", "llama"),
     ),
     shelved(
         "half_shift",
         "half of the embedding's channels are those of the token before",
-        refused=modes.MIXES,
+        (modes.SAMPLED, modes.CONTEXT),
+        refused=MIXES,
         cached=False,
-        export=DIFFERS,
     ),
     within_documents("byte_patches"),
     within_documents("half_shift"),
