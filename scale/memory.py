@@ -182,17 +182,16 @@ def activation_bytes(cfg, recomputed):
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
     each = whole * saved_activation_bytes(cfg)
-    if cfg.remat in ("block", "attention"):
-        each += recomputed * sum(sizes_under_remat(cfg))
-    else:
-        each += recomputed * saved_activation_bytes(cfg, selective=True)
+    each += recomputed * sum(sizes_under_remat(cfg))
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
     return cfg.rank_tokens * each
 
 
 def sizes_under_remat(cfg):
-    """[Bytes a token] of what a block keeps under remat=block or attention."""
+    """[Bytes a token] of the tensors that a block keeps where it is computed again."""
+    if cfg.remat == "selective":
+        return [saved_activation_bytes(cfg, selective=True)]
     sizes = [2 * cfg.n_embd]  # its input
     if cfg.remat == "attention":  # attention's output and logsumexp besides
         sizes += [2 * cfg.attention_width, 4 * cfg.n_head]

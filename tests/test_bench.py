@@ -17,10 +17,10 @@ from stepping import take_step
 
 import model as models
 import train
-from bench import COMMANDS, StepConfig, main, with_shape
+from bench import COMMANDS, StepConfig, main
 from configurator import configure
 from measure import step
-from run import build
+from run import build, hf
 from scale import fsdp, memory, parallel
 from settings import Config, check
 from system.errors import UserError
@@ -317,10 +317,10 @@ def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     config |= dict(rms_norm_eps=1e-5, max_position_embeddings=2048)
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = [f"--init_from=hf:{tmp_path}", "--batch_size=4"]
-    main("memory", configure(COMMANDS["memory"], words, complete=with_shape))
+    main("memory", configure(COMMANDS["memory"], words, complete=hf.adopt))
     assert "1,100,048,384 parameters" in capsys.readouterr().out  # TinyLlama's
     with pytest.raises(UserError, match="n_layer"):
-        configure(COMMANDS["memory"], [*words, "--n_layer=12"], complete=with_shape)
+        configure(COMMANDS["memory"], [*words, "--n_layer=12"], complete=hf.adopt)
 
 
 @pytest.mark.parametrize("words, message", [
@@ -333,7 +333,6 @@ def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     (["step", "--stepss=3"], "stepss"),
     (["step", *TINY, "--precision=fp8"], "precision=fp8"),
     (["step", *TINY, "--steps=-1"], "steps=-1"),
-    (["step", *TINY, "--snapshot=a.pickle"], "--trace"),
     (["step", *TINY, "--trace=no/where/a.json"], "no/where"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
