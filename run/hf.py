@@ -254,9 +254,8 @@ def family_of(cfg):
 def config_json(cfg, dtype, ids):
     """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
     family = family_of(cfg)
-    values = vars(cfg) | dict(
-        n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, head_dim=cfg.head_size, scaling=None
-    )
+    values = vars(cfg) | dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, scaling=None)
+    values["head_dim"] = cfg.head_size
     values["mlp"] = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     if cfg.embed_norm:  # which is folded into the embedding alone
         values["tie_embeddings"] = False
