@@ -42,23 +42,13 @@ def recipe(name, *words):
     return configure(Config, [str(ROOT / f"config/{name}.py"), "--precision=bf16", *words])
 
 
-def test_step_is_timed(capsys):
-    here("step", *TINY, "--steps=3", "--settle=1")
+def test_steps_are_timed_and_traced(capsys, tmp_path):
+    """The trace has two steps and the operators in them, of a CPU too."""
+    trace = tmp_path / "trace.json"
+    here("step", *TINY, "--steps=3", "--settle=1", "--compile=False", f"--trace={trace}")
     said = capsys.readouterr().out
     assert re.search(r"^step +[\d.]+ ms, median of 3 .* [\d,]+ tokens/s", said, re.MULTILINE), said
-
-
-def test_a_trace_of_a_cpu(tmp_path):
-    """Two steps, and the operators in them."""
-    here(
-        "step",
-        *TINY,
-        "--steps=0",
-        "--settle=0",
-        "--compile=False",
-        f"--trace={tmp_path / 'trace.json'}",
-    )
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads(trace.read_text())["traceEvents"]
     steps = [event for event in events if event["name"].startswith("Optimizer.step")]
     assert len(steps) == 2 and any(event.get("cat") == "cpu_op" for event in events)
 
