@@ -9,6 +9,7 @@ step is one CUDA graph.
 import dataclasses
 import functools
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +112,11 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
         if cached and T <= limit:
             logits = cached.step(ids[:, -1], T - 1)
         else:
-            with torch.compiler.set_stance("force_eager"):  # each step has another shape
-                logits = model.logits(ids[:, -limit:], slice(-1, None))[:, 0]  # (B, V)
+            n = min(T, limit)
+            width = min(limit, math.ceil(n / 64) * 64)  # an edit may merge two or four tokens
+            window = F.pad(ids[:, -n:], (0, width - n))  # of whose zeros causal attention sees none
+            with torch.compiler.set_stance("force_eager"):
+                logits = model.logits(window, slice(n - 1, n))[:, 0]  # (B, V)
         new = draw_token(logits, temperature, top_k, generator)
         ids = torch.cat((ids, new[:, None]), 1)
         new = parallel.Later(new)
