@@ -309,7 +309,8 @@ def refuse_edits(model, parts):
         if rows is not ... and rows.stop not in (len(own[name]), model.cfg.vocab_size):
             edited.add(name)
     if edited:
-        raise UserError(f"this model.py has other parameters: {listed(sorted(edited))}")
+        than = f"a {family_of(model.cfg).name}"
+        raise UserError(f"model.py has other parameters than {than}: {listed(sorted(edited))}")
 
 
 def in_layout(theirs, tensor):
