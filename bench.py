@@ -21,7 +21,6 @@ from functools import partial
 from configurator import parse, run
 from run.hf import adopt
 from settings import Config, check
-from system.errors import UserError
 
 
 @dataclass
@@ -45,18 +44,6 @@ class MemoryConfig(Config):
 COMMANDS = {"step": StepConfig, "memory": MemoryConfig}
 
 
-def with_shape(given):
-    """The settings `given` to `memory` and the shape of Hugging Face weights.
-
-    Fetches config.json alone.
-    """
-    try:
-        return adopt(given, ["config.json"])
-    except UserError as error:
-        hint = "--init_from=None takes the shape that the settings give"
-        raise UserError(f"{error}; {hint}") from None
-
-
 def main(name, cfg):
     if name == "step":
         check(cfg)  # before torch is imported, which takes seconds
@@ -70,14 +57,9 @@ def main(name, cfg):
 
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
-    if name in ("--help", "-h"):
+    if name not in COMMANDS:
         print(__doc__.strip())
-    elif name in COMMANDS:
-        cfg = parse(COMMANDS[name], complete=with_shape if name == "memory" else adopt)
-        run(partial(main, name), cfg)
-    else:
-        print(
-            f"error: bench.py {name}: expected one of {', '.join(COMMANDS)}; see --help",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        sys.exit(0 if name in ("--help", "-h") else 2)
+    # of Hugging Face weights `memory` fetches config.json alone
+    complete = partial(adopt, files=["config.json"]) if name == "memory" else adopt
+    run(partial(main, name), parse(COMMANDS[name], complete=complete))

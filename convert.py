@@ -32,18 +32,14 @@ class Config:
 
 
 def main(cfg):
-    given = {name for name in ("from_hf", "out", "checkpoint", "to_hf") if getattr(cfg, name)}
-    wrong = too_small(cfg, {"average": 1})
-    if given == {"from_hf", "out"}:
-        convert = import_hf
-    elif given == {"checkpoint", "to_hf"}:
-        convert = export
-    elif given == {"checkpoint", "out"}:
-        convert = merge
-    else:
+    ways = {"from_hf out": import_hf, "checkpoint to_hf": export, "checkpoint out": merge}
+    given = [name for name in ("from_hf", "checkpoint", "out", "to_hf") if getattr(cfg, name)]
+    convert = ways.get(" ".join(given))
+    if convert is None:
         raise UserError(
             "give --from_hf=NAME and --out=FOLDER, or --checkpoint with --out or --to_hf"
         )
+    wrong = too_small(cfg, {"average": 1})
     if convert != export:
         wrong += without_effect(cfg, ["dtype", "tokenizer", "check"], "needs --to_hf")
     if convert != merge:
@@ -57,9 +53,11 @@ def main(cfg):
 
 def import_hf(cfg):
     """Hugging Face weights -> a checkpoint of weights alone."""
+    from model import on_meta
     from run import checkpoint, hf
 
     saved = hf.open_hf(cfg.from_hf)
+    checkpoint.check_model_tensors(on_meta(saved.shape), saved.tensors)
     tensors = {"model": saved.tensors}
     wrote = checkpoint.save_merged(cfg.out, 0, tensors, {"config": vars(saved.shape)})
     print(f"wrote {wrote}; go on with --checkpoint or --init_from={shlex.quote(cfg.out)}")
@@ -93,13 +91,10 @@ def compare(folder, saved, dtype):
     embed_norm is folded in before the weights are rounded.
     """
     import torch
+    from transformers import AutoModelForCausalLM
 
     from run import checkpoint
 
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise UserError(f"check=True needs transformers; {folder} was not compared") from None
     own = checkpoint.model_of(saved, torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     T = min(saved.shape.block_size, 4096)
@@ -124,9 +119,7 @@ def merge(cfg):
     folder, tensors, state = checkpoint.open_whole(cfg.checkpoint)
     go_on = "resume"
     if cfg.average > 1:
-        buffers = [name for name in tensors["model"] if f"model/{name}" in state.get("leaves", {})]
-        mean = mean_of_last(cfg.checkpoint, cfg.average, buffers)
-        tensors = {"model": tensors["model"] | mean}
+        tensors = {"model": mean_of_last(cfg.checkpoint, cfg.average)}
         state = {"step": state["step"], "config": state["config"]}
         go_on = "init_from"
     if carried := checkpoint.carried_tokenizer(folder):
@@ -135,23 +128,21 @@ def merge(cfg):
     print(f"wrote {wrote}; go on with --{go_on}={shlex.quote(cfg.out)}")
 
 
-def mean_of_last(run, number, buffers):
-    """{name: mean, in float32} of the weights in so many last checkpoints of a run's folder.
+def mean_of_last(run, number):
+    """{name: tensor} of so many last checkpoints of a run's folder.
 
-    buffers: names of those that are no weights.
+    Of what has a dtype with fractions the mean, in float32; else the last one's.
     """
     from run.checkpoint import folders, open_whole
 
     last = folders(run)[-number:]
     if len(last) < number:
         raise UserError(f"{run} holds {len(last)} checkpoints; try --average={len(last) or 1}")
-    models = []
-    for folder in last:
-        _, tensors, _ = open_whole(folder)
-        models.append(tensors["model"])
-    mean = {}
-    for name in models[0].keys() - set(buffers):
-        mean[name] = sum(model[name][...].float() for model in models) / number
+    models = [open_whole(folder)[1]["model"] for folder in last]
+    mean = models[-1]
+    for name, tensor in mean.items():
+        if tensor.dtype.is_floating_point:
+            mean[name] = sum(model[name][...].float() for model in models) / number
     return mean
 
 

@@ -55,10 +55,8 @@ def main(cfg):
             ids = template.ids([dict(role="user", content=cfg.prompt)])
             print_samples(printer, ids, [], world)
         else:
-            shown = tokenizer.encode("\n" if cfg.prompt is None else cfg.prompt)
+            shown = tokenizer.encode(cfg.prompt or "\n")
             ids = [tokenizer.eot, *shown] if cfg.bos else shown
-            if not ids:
-                raise UserError("bos=False leaves no token to continue; give --prompt=TEXT")
             print_samples(printer, ids, shown, world)
     parallel.stop()
 

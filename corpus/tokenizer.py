@@ -288,20 +288,6 @@ def file_of(name):
     return path if path.suffix == ".json" else None
 
 
-@functools.lru_cache(4)
-def is_one(path, changed):
-    """Whether a file can be parsed as a tokenizer's.
-
-    changed: when it was written, for the cache.
-    """
-    try:
-        read(str(path))
-    except UserError as error:
-        warn(f"{error}; it is not copied")
-        return False
-    return True
-
-
 def beside(folder):
     """Paths of the files that go with a folder's tokenizer and may be copied."""
     found = [file_beside(folder, name) for name in BESIDE]

@@ -1,4 +1,4 @@
-"""The arithmetic of scale/memory.py as a table; imports torch only for a checkpoint's shape."""
+"""The arithmetic of scale/memory.py as a table; needs no torch."""
 
 import dataclasses
 
@@ -13,25 +13,17 @@ def measure(cfg):
 
     Below are totals for other values of parallel and remat.
     """
-    precision = {"auto": "bf16", "auto8": "fp8"}.get(cfg.precision, cfg.precision)
-    cfg = dataclasses.replace(cfg, precision=precision)
+    if cfg.precision == "auto8":
+        cfg = dataclasses.replace(cfg, precision="fp8")
     refuse(too_small(cfg, {"world": 1, "gpu_gib": 1}) + memory.not_estimated(cfg))
     check(cfg, cfg.world)
-    if cfg.init_from and not cfg.init_from.startswith("hf:"):
-        from run.build import open_initial_weights
-
-        # a checkpoint must have the shape that the settings give, as in train.py
-        open_initial_weights(cfg)
     budget = cfg.gpu_gib * memory.GIB
     cfg, reasons = memory.choose(cfg, cfg.world, budget)
     for name, why in reasons.items():
         print(f"{name} {getattr(cfg, name):g} ({why})")
     count, _ = memory.total_and_block_parameters(cfg)
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
-    if cfg.world == 1:
-        print("1 GPU; for more --world=N")
-    else:
-        print(f"{cfg.world} GPUs, parallel={cfg.parallel}")
+    print(f"{cfg.world} GPUs (--world), parallel={cfg.parallel}")
     table(memory.estimate(cfg, cfg.world))
     if parts := memory.on_host(cfg, cfg.world):
         ranks = memory.ranks_of_host(cfg.world)
@@ -54,21 +46,16 @@ def table(parts):
 def row(cfg, kind, remat):
     """Prints what a rank takes so, and which batch and length fit; nothing if values conflict."""
     cfg = dataclasses.replace(cfg, parallel=kind, remat=remat)
-    if kind != "hsdp":
-        cfg.shard_size = None
-    if remat not in ("attention", "block"):
-        cfg.remat_offload = False
-    if remat == "none":
-        cfg.remat_tile = None
     try:
         check(cfg, cfg.world)
     except UserError:
         return
     budget = cfg.gpu_gib * memory.GIB
     gib = memory.total_bytes(cfg, cfg.world) / memory.GIB
-    rows = memory.largest(cfg, cfg.world, budget, "batch_size")
+    rows = memory.largest(cfg, cfg.world, budget, "batch_size", range(1, 2**20))
     one_row = dataclasses.replace(cfg, batch_size=1)
-    length = memory.largest(one_row, cfg.world, budget, "block_size", 1024 * cfg.context_parallel)
+    lengths = range(1024 * cfg.context_parallel, 2**30, 1024 * cfg.context_parallel)
+    length = memory.largest(one_row, cfg.world, budget, "block_size", lengths)
     print(f"{kind:<10}{remat:<12}{gib:>12.1f}{in_words(rows):>14}{in_words(length):>14}")
 
 

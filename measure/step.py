@@ -20,7 +20,7 @@ from run.build import choose
 from run.logger import describe_device, progress, show
 from run.signals import errors_explained
 from scale import parallel
-from system.errors import UserError, is_rank_0, refuse
+from system.errors import is_rank_0, refuse
 
 # ends documents with document_mask: one in 7,800 tokens of `synthetic` in GPT-2's vocabulary
 SEPARATOR = 718
@@ -44,19 +44,15 @@ def measure(cfg):
     for path in filter(None, [cfg.trace, cfg.snapshot]):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     world = parallel.join(cfg)
-    with errors_explained(cfg, world):
-        on_gpu = world.device.type == "cuda"
-        if cfg.snapshot and not on_gpu:
-            raise UserError(f"snapshot={cfg.snapshot} is of a GPU's memory; on a CPU try --trace")
-        if cfg.gpu_gib and on_gpu:
+    recorded = contextlib.nullcontext()
+    if cfg.snapshot and world.main:
+        recorded = history(cfg.snapshot)
+    with errors_explained(cfg, world), recorded:
+        if cfg.gpu_gib and world.device.type == "cuda":
             most = torch.cuda.mem_get_info(world.device)[1]
             share = min(1.0, cfg.gpu_gib * 2**30 / most)
             torch.cuda.set_per_process_memory_fraction(share, world.device)
-        recorded = contextlib.nullcontext()
-        if cfg.snapshot and world.main:
-            recorded = history(cfg.snapshot)
-        with recorded:
-            take_steps(cfg, world)
+        take_steps(cfg, world)
 
 
 @contextlib.contextmanager
@@ -86,12 +82,10 @@ def take_steps(cfg, world):
     next_batch = synthetic(cfg, world)
     size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
     show([*rows, *job.analysis.rows(), *job.rows, ("a step", size)], say)
-    before = parallel.synchronize(world.device)
     step(job, next_batch, cfg)
     ended = parallel.synchronize(world.device)
-    took = f"{ended - before:.1f} s, compilation included, {ended - BEGAN:.1f} s after the start"
-    show([("first step", took)], say)
-    for _ in progress(range(cfg.settle), "warm-up steps", bar=False):
+    show([("first step", f"ends {ended - BEGAN:.1f} s after the start")], say)
+    for _ in range(cfg.settle):
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.analysis))], say)
@@ -99,18 +93,16 @@ def take_steps(cfg, world):
         peak = torch.cuda.max_memory_allocated() / 2**30
         held = torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
-    shows = on_gpu and cfg.breakdown
-    if shows or cfg.trace:
+    if cfg.trace or cfg.breakdown and on_gpu:
         events = profiled(job, next_batch, cfg, world)
-    if shows:
+    if cfg.breakdown and on_gpu:
         breakdown(events, floor_times(cfg, world.device, job.accumulation))
 
 
 def build(cfg, world):
     """(cfg with every "auto" resolved, rows of the start-up summary, Training), as in train.py."""
     own, rows = choose(cfg, world.device)
-    eot = min(SEPARATOR, own.vocab_size - 1) if own.document_mask else None
-    return own, rows, train.Training(own, world, eot=eot)
+    return own, rows, train.Training(own, world, eot=min(SEPARATOR, own.vocab_size - 1))
 
 
 def step(job, next_batch, cfg):
@@ -179,21 +171,18 @@ def floor_times(cfg, device, micro_steps):
     forward = partial(kernels.attention, *qkv, cfg.attention)
     y = forward()
     backward = partial(torch.autograd.grad, y, qkv, torch.randn_like(y), retain_graph=True)
-    block = sum(linear_time(cfg.rank_tokens, K, M, device) for M, K in cfg.block_matmuls)
-    head = linear_time(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)
-    times = {
-        "GEMMs": micro_steps * (cfg.n_layer * block + head),
-        "attention": micro_steps * cfg.n_layer * (clock(forward) + clock(backward)),
-    }
-    return times | {"all": sum(times.values())}
+    attention = cfg.n_layer * (clock(forward) + clock(backward))
+    gemms = linear_time(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)  # the head's
+    for M, K in cfg.block_matmuls:
+        gemms += cfg.n_layer * linear_time(cfg.rank_tokens, K, M, device)
+    times = {"GEMMs": gemms, "attention": attention, "all": gemms + attention}
+    return {kind: micro_steps * ms for kind, ms in times.items()}
 
 
 def linear_time(N, K, M, device):
     """ms of a linear layer's three GEMMs, forward and backward, with x: (N, K) and W: (M, K)."""
-    options = {"device": device, "dtype": torch.bfloat16}
-    x = torch.randn(N, K, **options)
-    w = torch.randn(M, K, **options)
-    dy = torch.randn(N, M, **options)
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, w, dy = random(N, K), random(M, K), random(N, M)
     pairs = [(x, w.t()), (dy, w), (dy.t(), x)]  # y, dx and dW
     return sum(clock(partial(torch.mm, *pair)) for pair in pairs)
 
@@ -211,17 +200,15 @@ def times_by_kind(events):
     events: [(name, begin, end) in ms] of PROFILED steps. Of NCCL's kernels the time counts in which
     no other kernel runs.
     """
-    total = dict.fromkeys(KINDS, 0.0)
-    others = []
+    of_kind = {kind: [] for kind in KINDS}
     for event in events:
-        name, begin, end = event
-        kind = next(kind for kind in KINDS if re.search(KINDS[kind], name, re.IGNORECASE))
-        total[kind] += end - begin
-        if kind != NCCL:
-            others.append(event)
+        kind = next(kind for kind in KINDS if re.search(KINDS[kind], event[0], re.IGNORECASE))
+        of_kind[kind].append(event)
     busy = union(events)
+    others = union(event for event in events if event not in of_kind[NCCL])
     wall = max(end for _, _, end in events) - min(begin for _, begin, _ in events)
-    total |= {NCCL: busy - union(others), "idle": wall - busy, "all": wall}
+    total = {kind: sum(end - begin for _, begin, end in found) for kind, found in of_kind.items()}
+    total |= {NCCL: busy - others, "idle": wall - busy, "all": wall}
     return {kind: ms / PROFILED for kind, ms in total.items()}
 
 

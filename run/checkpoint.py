@@ -259,8 +259,8 @@ def write_files(aside, own):
     for name, tensors in own.items():
         path = aside / name
         tensors = {inner: tensor[...].cpu().contiguous() for inner, tensor in tensors.items()}
-        with files.by_umask(path):
-            save_file(tensors, path)
+        save_file(tensors, path)
+        files.by_umask(path)
         files.sync(path)
         digests[name] = files.digest(path)
     return digests

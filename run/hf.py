@@ -14,7 +14,7 @@ import huggingface_hub
 from configurator import typed
 from corpus import VOCABULARIES, as_user_error
 from settings import GPTConfig
-from system.errors import UserError, refuse
+from system.errors import UserError, listed, refuse
 from system.files import by_umask, patiently, plain_name, read_json, text, write_json
 
 
@@ -50,11 +50,9 @@ class GPT2:
     allowed = {  # {key: values that model.py computes, the first where it is absent}
         "scale_attn_weights": [True],
         "scale_attn_by_inverse_layer_idx": [False],
-        "add_cross_attention": [False],
-        "quantization_config": [None],
         "activation_function": [*mlps],
     }
-    modules = {  # {theirs: ours}, {} is the number of a block; ROWS tells where ours has more rows
+    modules = {  # {theirs: ours}, {} is the number of a block; `parts_of` has the rows of ours
         "transformer.wte": "wte",
         "transformer.wpe": "wpe",
         "transformer.h.{}.ln_1": "blocks.{}.norm_1",
@@ -95,7 +93,6 @@ class Llama:
     }
     written = {
         "attention_bias": "bias",
-        "attention_dropout": "dropout",
         "rope_scaling": "scaling",
     }
     absent = {
@@ -105,14 +102,13 @@ class Llama:
         "hidden_act": "silu",
         "rope_theta": 10000.0,
     }
-    mlps = {"silu": "swiglu", "swish": "swiglu", "relu": "relu2"}  # relu(gate) * up, with gate = up
+    mlps = {"silu": "swiglu", "relu": "relu2"}  # relu(gate) * up, with gate = up
     allowed = {
         "rope_type": ["default", "llama3"],
         "partial_rotary_factor": [1.0],
-        "quantization_config": [None],
         "low_freq_factor": [1.0],  # of llama3, as the next: constants of model.Rope
         "high_freq_factor": [4.0],
-        "hidden_act": ["silu", "swish"],  # relu in exports alone: others' gates are not equal to up
+        "hidden_act": ["silu"],  # relu in exports alone: others' gates are not equal to up
     }
     modules = {
         "model.embed_tokens": "wte",
@@ -151,20 +147,18 @@ class Mistral(Llama):  # read, not written: it is a Llama
     allowed = Llama.allowed | {"sliding_window": [None]}
 
 
-EXPORTS = (GPT2, Llama, Qwen3)
-FAMILIES = {family.name: family for family in (*EXPORTS, Mistral)}
+FAMILIES = {family.name: family for family in (GPT2, Llama, Qwen3, Mistral)}
 # {key of llama3's scaling of RoPE: our setting}
 SCALING = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original"}
-FORM = {"model_type": text, **dict.fromkeys(["rope_scaling?", "rope_parameters?"], ({}, None))}
 HEAD = "lm_head.weight"
+TABLES = ("wte", "wpe", "head")  # without biases
 # ends of names of masks and tables, which old files hold
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
-DTYPES = ("torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")  # of weights
-SHAPE = {field.name for field in fields(GPTConfig)}
+SHAPE = [field.name for field in fields(GPTConfig)]
 # settings that do not change what is computed, or are written or refused by other means
-WITHOUT_EFFECT = set(
+WITHOUT_EFFECT = (
     "vocab_multiple attention dropout zero_init bias rope_theta rope_factor rope_original".split()
 )
 
@@ -210,81 +204,64 @@ def fetch(name, files=FILES):
 def read_config(folder):
     """The ImportedConfig of a Hugging Face folder.
 
-    Raises UserError for what model.py does not compute.
+    Raises UserError for what model.py does not compute. Further tensors, such as biases of
+    attention alone or of quantized weights, `open_hf` refuses.
     """
     path = Path(folder) / "config.json"
-    hf = read_json(path, form=FORM)
-    try:
-        refuse_others(hf, dict(model_type=[*FAMILIES]))
-        family = FAMILIES[hf["model_type"]]
-        cfg = config_of(hf, family)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    hf = read_json(path, form={"model_type": text})
+    refuse_others(path, hf, dict(model_type=[*FAMILIES]))
+    family = FAMILIES[hf["model_type"]]
+    rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+    hf = family.absent | hf | rope
+    hf.setdefault("rope_type", hf.get("type", "default"))
+    refuse_others(path, hf, family.allowed)
+    settings = {name: values[0] for name, values in family.settings.items()}
+    settings |= {name: hf.get(key) for key, name in family.keys.items()}
+    settings["mlp"] = family.mlps[settings["mlp"]]
+    if hf["rope_type"] == "llama3":
+        settings |= {name: hf[key] for key, name in SCALING.items()}
+    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
+    refuse(cfg.problems())
     if any(path.with_name(name).is_file() for name in ("tokenizer.json", *VOCABULARIES)):
         cfg.tokenizer = str(path.parent)
     return cfg
 
 
-def config_of(hf, family):
-    """The ImportedConfig of the content of a config.json."""
-    rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    hf = family.absent | hf | rope
-    hf.setdefault("rope_type", hf.get("type", "default"))
-    refuse_others(hf, family.allowed)
-    settings = {name: values[0] for name, values in family.settings.items()}
-    for key, name in family.keys.items():
-        settings[name] = hf.get(key)
-    settings["mlp"] = family.mlps[settings["mlp"]]
-    if hf["rope_type"] == "llama3":
-        for key, name in SCALING.items():
-            if hf.get(key) is None:
-                raise UserError(f"rope_type=llama3 has no {key}")
-            settings[name] = hf[key]
-    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
-    refuse(cfg.problems())
-    refuse_others(hf, dict(attention_bias=[cfg.bias]))
-    return cfg
-
-
-def refuse_others(hf, allowed):
+def refuse_others(path, hf, allowed):
     for key, values in allowed.items():
         if hf.get(key, values[0]) not in values:
             expected = " or ".join(map(str, values))
-            raise UserError(f"{key}={hf[key]} is not supported, expected {expected}")
+            raise UserError(f"{path}: {key}={hf[key]} is not supported, expected {expected}")
 
 
 def family_of(cfg):
-    """The first family whose class computes a GPTConfig.
-
-    Raises UserError with what each of them lacks.
-    """
-    lacking = []
-    for family in EXPORTS:
-        wrong = [name for name, known in family.settings.items() if getattr(cfg, name) not in known]
-        others = SHAPE - {*family.settings, *family.keys.values(), *WITHOUT_EFFECT}
-        wrong += [name for name in sorted(others) if getattr(cfg, name)]
-        if not wrong:
-            return family
-        words = [f"{name}={getattr(cfg, name)}" for name in wrong]
-        lacking.append(f"a {family.name} has no {', '.join(words)}")
-    raise UserError(
-        f"no Hugging Face model computes this, so it cannot be exported: {'; '.join(lacking)}"
-    )
+    """The class that computes a GPTConfig; raises UserError with what it lacks."""
+    family = GPT2 if cfg.positions == "learned" else Llama
+    if cfg.qk_norm and family is Llama:
+        family = Qwen3
+    known = dict.fromkeys(SHAPE, [None, 0])  # off
+    for name in (*family.keys.values(), *WITHOUT_EFFECT):
+        known[name] = [getattr(cfg, name)]
+    known |= family.settings
+    wrong = [
+        f"{k}={getattr(cfg, k)}" for k, values in known.items() if getattr(cfg, k) not in values
+    ]
+    if wrong:
+        raise UserError(f"it cannot be exported: a {family.name} has no {', '.join(wrong)}")
+    return family
 
 
 def config_json(cfg, dtype, ids):
     """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
     family = family_of(cfg)
-    values = vars(cfg) | dict(
-        n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, head_dim=cfg.head_size, scaling=None
-    )
+    values = vars(cfg) | dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, scaling=None)
+    values["head_dim"] = cfg.head_size
     values["mlp"] = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
     if cfg.embed_norm:  # which is folded into the embedding alone
         values["tie_embeddings"] = False
     if cfg.rope_factor:
         scaling = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
         values["scaling"] = scaling | {key: values[name] for key, name in SCALING.items()}
-        values["block_size"] = max(cfg.block_size, int(cfg.rope_original * cfg.rope_factor))
     config = {key: values[name] for key, name in (family.keys | family.written).items()}
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
     return config | dict(bos_token_id=None, eos_token_id=None) | ids
@@ -293,75 +270,47 @@ def config_json(cfg, dtype, ids):
 # -- tensors
 
 
-@dataclass
-class Part:
-    """The rows of a tensor of ours that a Hugging Face tensor is."""
-
-    ours: str
-    rows: slice
-    like: object  # a tensor of their shape
-
-
-def parts_of(model, may_have_more=False):
-    """{Hugging Face name: Part}, without vocabulary padding and without a tied head.
-
-    Raises UserError for an edit of parameters. may_have_more: an edit that only adds some to those
-    of a Hugging Face model is allowed.
-    """
-    cfg = model.cfg
-    family = family_of(cfg)
-    own = model.state_dict()
-    if cfg.tie_embeddings:
-        own.pop("head.weight", None)
+def parts_of(cfg):
+    """{their name: (our name, rows of ours)} of all tensors of a Hugging Face model."""
+    q = cfg.n_head * cfg.head_size
+    kv = cfg.kv_heads * cfg.head_size
+    rows = dict.fromkeys(["wte", "embed_tokens", "lm_head"], slice(0, cfg.vocab_size))
+    rows |= dict(q_proj=slice(0, q), k_proj=slice(q, q + kv), v_proj=slice(q + kv, q + 2 * kv))
+    if cfg.mlp == "swiglu":
+        hidden = cfg.mlp_hidden
+        rows |= dict(gate_proj=slice(0, hidden), up_proj=slice(hidden, 2 * hidden))
     parts = {}
-    edited = []
-    for theirs, ours in modules_of(cfg, family):
-        weight = own.get(f"{ours}.weight")
-        if weight is None:
-            edited.append(f"{ours}.weight")
-            continue
-        rows = rows_of(cfg).get(theirs.rpartition(".")[2], slice(0, len(weight)))
-        for kind in ("weight", "bias"):
-            name = f"{ours}.{kind}"
-            if name in own:
-                parts[f"{theirs}.{kind}"] = Part(name, rows, in_layout(theirs, own[name][rows]))
-    end = {part.ours: part.rows.stop for part in parts.values()}  # the last part has the last rows
-    for name, tensor in own.items():
-        if name in end:
-            fits = end[name] in (len(tensor), cfg.vocab_size)  # a table may be padded
-        else:
-            fits = may_have_more
-        if not fits:
-            edited.append(name)
-    if edited:
-        names = f"{', '.join(sorted(edited)[:3])} ({len(edited)} in all)"
-        raise UserError(f"model.py has other parameters than a {family.name}: {names}")
-    return parts
-
-
-def modules_of(cfg, family):
-    """Yields (theirs, ours) of all modules with weights that a Hugging Face model has."""
-    for theirs, ours in family.modules.items():
+    for theirs, ours in family_of(cfg).modules.items():
         if ours == "head" and cfg.tie_embeddings:
             if not cfg.embed_norm:  # it is the embedding
                 continue
             ours = "wte"  # without the norm, which is folded into the embedding alone
         if cfg.mlp == "relu2":  # its one matrix is both gate and up of a Llama
             ours = ours.replace("gate_up", "up")
-        for i in range(cfg.n_layer if "{}" in ours else 1):
-            yield theirs.format(i), ours.format(i)
+        kinds = ["weight"]
+        if cfg.bias and ours not in TABLES and (cfg.norm == "layernorm" or "norm" not in ours):
+            kinds.append("bias")
+        own_rows = rows.get(theirs.rpartition(".")[2], ...)
+        for i in range(cfg.n_layer if "{}" in theirs else 1):
+            for kind in kinds:
+                parts[f"{theirs}.{kind}".format(i)] = f"{ours}.{kind}".format(i), own_rows
+    return parts
 
 
-def rows_of(cfg):
-    """{end of their name: rows of our module}; others are all rows of ours."""
-    q = cfg.n_head * cfg.head_size
-    kv = cfg.kv_heads * cfg.head_size
-    rows = dict.fromkeys(["wte", "embed_tokens", "lm_head"], slice(0, cfg.vocab_size))
-    rows |= dict(q_proj=slice(0, q), k_proj=slice(q, q + kv), v_proj=slice(q + kv, q + 2 * kv))
-    if cfg.mlp == "swiglu":
-        rows["gate_proj"] = slice(0, cfg.mlp_hidden)
-        rows["up_proj"] = slice(cfg.mlp_hidden, 2 * cfg.mlp_hidden)
-    return rows
+def refuse_edits(model, parts):
+    """Raises UserError where a model has other parameters than its export, by `parts_of`."""
+    own = model.state_dict()
+    if model.cfg.tie_embeddings:
+        del own["head.weight"]
+    rows_of = dict(parts.values())  # of the last part, which has the last rows
+    edited = own.keys() ^ rows_of.keys()
+    for name in own.keys() - edited:
+        rows = rows_of[name]  # a table may be padded
+        if rows is not ... and rows.stop not in (len(own[name]), model.cfg.vocab_size):
+            edited.add(name)
+    if edited:
+        than = f"a {family_of(model.cfg).name}"
+        raise UserError(f"model.py has other parameters than {than}: {listed(sorted(edited))}")
 
 
 def in_layout(theirs, tensor):
@@ -379,29 +328,24 @@ def open_tensors(folder, family):
     from safetensors import safe_open
 
     prefix = family.embedding.partition(".")[0] + "."  # absent if saved without the head
-    paths = [folder / "model.safetensors"]
-    if not paths[0].exists() and (folder / INDEX).exists():
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists() and (folder / INDEX).exists():
         index = read_json(folder / INDEX, form={"weight_map": {str: plain_name}})
-        paths = sorted(folder / name for name in set(index["weight_map"].values()))
+        names = set(index["weight_map"].values())
     tensors = {}
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: missing; pickles (pytorch_model.bin) are not read")
-        with as_user_error(f"{path}: damaged or not safetensors"):
+    for file_name in names:
+        path = folder / file_name
+        with as_user_error(f"{path}: not there, or damaged (pytorch_model.bin is not read)"):
             file = safe_open(path, "pt")  # mapped
         for name in file.keys():
-            if name.endswith(BUFFERS):
-                continue
-            full = name if name.startswith((prefix, HEAD)) else prefix + name
-            tensors[full] = file.get_tensor(name)
-            if str(tensors[full].dtype) not in DTYPES:
-                raise UserError(f"{path}: {full} is {tensors[full].dtype}: quantized")
+            if not name.endswith(BUFFERS):
+                full = name if name.startswith((prefix, HEAD)) else prefix + name
+                tensors[full] = file.get_tensor(name)
     return tensors
 
 
 def open_hf(name):
     """The SavedModel of a folder or hub name; its tensors have our names and no padding rows."""
-    from model import on_meta
     from run.checkpoint import SavedModel
 
     folder = fetch(name)
@@ -412,19 +356,12 @@ def open_hf(name):
         head = theirs.pop(HEAD)
         if not head.equal(theirs.setdefault(family.embedding, head)):  # it may be the only copy
             raise UserError(f"{folder}: its head is not the embedding that config.json ties it to")
-    parts = parts_of(on_meta(cfg), may_have_more=True)
-    wrong = []
-    for name in sorted(parts.keys() | theirs.keys()):
-        found = [*theirs[name].shape] if name in theirs else "absent"
-        expected = [*parts[name].like.shape] if name in parts else "absent"
-        if found != expected:
-            wrong.append(f"{name} is {found}, expected {expected}")
-    if wrong:
-        words = f"{'; '.join(wrong[:3])} ({len(wrong)} in all)"
-        raise UserError(f"{folder}: its tensors do not fit its config.json: {words}")
+    parts = parts_of(cfg)
+    if wrong := sorted(theirs.keys() ^ parts.keys()):
+        raise UserError(f"{folder}: its config.json and tensors differ in {listed(wrong)}")
     ours = {}
-    for name, part in parts.items():
-        ours.setdefault(part.ours, []).append(in_layout(name, theirs[name]))
+    for name, (own, _) in parts.items():
+        ours.setdefault(own, []).append(in_layout(name, theirs[name]))
     tensors = {name: Stacked(own) for name, own in ours.items()}
     return SavedModel(tensors, cfg, cfg.tokenizer)
 
@@ -433,11 +370,8 @@ class Stacked:
     """The rows of several tensors, in the widest of their dtypes; [a:b] or [...] reads them."""
 
     def __init__(self, tensors):
-        import torch
-
         self.tensors = tensors
-        whole = torch.cat([tensor.to("meta") for tensor in tensors])
-        self.shape, self.dtype = whole.shape, whole.dtype
+        self.shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
 
     def __getitem__(self, rows):
         import torch
@@ -448,45 +382,38 @@ class Stacked:
 # -- exports
 
 
-def save_hf(model, path, dtype="float32", max_shard_size="5GB", tensors=None, tokenizer=None):
+def save_hf(model, path, dtype="float32", tensors=None, tokenizer=None):
     """Writes a folder that AutoModelForCausalLM loads; config.json, without which none does, last.
 
-    tensors: {name: tensor or one that is read by rows}; None: the model's.
+    tensors: {name: tensor or one that is read by rows}; None: the model's. The export is in memory.
     """
     path = Path(path)
-    parts = parts_of(model)
-    if tensors is None:
-        tensors = model.state_dict()
+    parts = parts_of(model.cfg)
+    refuse_edits(model, parts)
+    theirs = exported(model.cfg, parts, tensors or model.state_dict(), dtype)
     with as_user_error(f"{path}: cannot be written"):
         path.mkdir(parents=True, exist_ok=True)
         ids = write_tokenizer(path, tokenizer) if tokenizer else {}
-        write_tensors(path, parts, tensors, dtype, max_shard_size, model.cfg)
+        huggingface_hub.save_torch_state_dict(theirs, path)
+        for file in path.glob("*.safetensors"):
+            by_umask(file)
         write_json(path / "config.json", config_json(model.cfg, dtype, ids))
     return path
 
 
-def write_tensors(folder, parts, tensors, dtype, max_size, cfg):
-    """Writes model.safetensors; of more than max_size several files and their index."""
+def exported(cfg, parts, tensors, dtype):
+    """{their name: tensor}"""
     import torch
-    from safetensors.torch import save_file
 
-    dtype = getattr(torch, dtype)
-
-    def theirs(name):
-        part = parts[name]
-        rows = tensors[part.ours][part.rows].cpu()
+    found = {}
+    for name, (ours, rows) in parts.items():
+        tensor = tensors[ours][rows].cpu()
         if cfg.embed_norm and name == Llama.embedding:
-            rows = torch.nn.functional.rms_norm(rows.float(), rows.shape[1:], eps=cfg.norm_eps)
+            shape = tensor.shape[1:]
+            tensor = torch.nn.functional.rms_norm(tensor.float(), shape, eps=cfg.norm_eps)
         # a copy: two names may have the same rows
-        return in_layout(name, rows).to(dtype, copy=True).contiguous()
-
-    sizes = {name: part.like.to("meta", dtype) for name, part in parts.items()}
-    plan = huggingface_hub.split_torch_state_dict_into_shards(sizes, max_shard_size=max_size)
-    for file, names in plan.filename_to_tensors.items():
-        with by_umask(folder / file):
-            save_file({name: theirs(name) for name in names}, folder / file, {"format": "pt"})
-    if plan.is_sharded:
-        write_json(folder / INDEX, dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename))
+        found[name] = in_layout(name, tensor).to(getattr(torch, dtype), copy=True)
+    return found
 
 
 def write_tokenizer(folder, tokenizer):

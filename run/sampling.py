@@ -53,24 +53,21 @@ class Printer:
     def __call__(self, ids, seed, shown=()):
         """Prints the text of the ids `shown` and of those that continue the list `ids`.
 
-        Returns the new ids. The ranks of a divided model go on until all their texts have ended.
+        Returns the new ids. A rank of a divided model helps the others to the end.
         """
         cfg = self.cfg
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
         options = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed, self.cache)
+        divided = parallel.units(self.model)
         new = []
-        going_on = True
+        ended = False
         printed = self.show(shown)
         for column in steps(self.model, idx, *options):
-            if cfg.stop and column.item() in self.tokenizer.ends:
-                going_on = False
-            if going_on:
+            ended = ended or cfg.stop and column.item() in self.tokenizer.ends
+            if not ended:
                 new.append(column.item())
                 printed = self.show([*shown, *new], printed)
-            any_goes_on = going_on
-            if parallel.units(self.model):
-                any_goes_on = parallel.sum_over_ranks(idx.new_tensor(int(going_on)))
-            if not any_goes_on:
+            elif not divided:
                 break
         self.show([*shown, *new], printed, end="\n")
         return new
@@ -101,29 +98,28 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
     """Yields the next id of each row of ids (B, T) int64, (B,) on the host, max_new_tokens times.
 
     cached: True, a KVCache, or None or False for none. Beyond block_size tokens, or without a
-    cache, a step computes the last block_size tokens in a window of one width: a compiled model
-    sees one shape, and causal attention does not see the zeros on its right.
+    cache, a step computes the last block_size tokens.
     """
-    T = ids.size(1)
     limit = model.cfg.block_size
-    total = T + max_new_tokens
-    width = min(limit, math.ceil(total / 64) * 64)
-    text = F.pad(ids, (0, max(total, width) - T))
     generator = torch.Generator(ids.device).manual_seed(seed)
     if cached is True:
         cached = make_cache(model, ids[0, 0].item())
-    if cached and T <= limit:
-        cached.prefill(ids[:, :-1], room=min(total, limit))
+    if cached and ids.size(1) <= limit:
+        cached.prefill(ids[:, :-1], room=min(ids.size(1) + max_new_tokens, limit))
     before = None
-    for end in range(T, total):
-        if cached and end <= limit:
-            logits = cached.step(text[:, end - 1], end - 1)
+    for _ in range(max_new_tokens):
+        T = ids.size(1)
+        if cached and T <= limit:
+            logits = cached.step(ids[:, -1], T - 1)
         else:
-            begin = max(0, end - width)
-            last = torch.tensor([end - begin - 1], device=ids.device)
-            logits = model.logits(text[:, begin : begin + width], last)[:, 0]  # (B, V)
-        text[:, end] = draw_token(logits, temperature, top_k, generator)
-        new = parallel.Later(text[:, end])
+            n = min(T, limit)
+            width = min(limit, math.ceil(n / 64) * 64)  # an edit may merge two or four tokens
+            window = F.pad(ids[:, -n:], (0, width - n))  # of whose zeros causal attention sees none
+            with torch.compiler.set_stance("force_eager"):
+                logits = model.logits(window, slice(n - 1, n))[:, 0]  # (B, V)
+        new = draw_token(logits, temperature, top_k, generator)
+        ids = torch.cat((ids, new[:, None]), 1)
+        new = parallel.Later(new)
         if before:  # a GPU has begun this step when the host waits for the one before
             yield torch.tensor(before.get())
         before = new
@@ -164,10 +160,8 @@ def objection(model, separator):
         KVCache(model)
         with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
             difference = error_of_cache(narrow_copy(model.cfg), separator)
-    except UserError as error:
-        return str(error)
     except Exception as error:  # of any type: an edit's
-        return repr(error)
+        return f"{type(error).__name__}: {error}"
     if not difference < 1e-4:  # rounding makes 1e-6
         return "model.py mixes tokens outside of attn.core"
 
@@ -177,15 +171,9 @@ def narrow_copy(cfg):
 
     They are float32, and not zero where initial weights may be.
     """
-    narrow = dataclasses.replace(
-        cfg,
-        n_layer=min(32, cfg.n_layer),
-        n_embd=8 * cfg.n_head,
-        head_dim=8,
-        n_hidden=16 * cfg.n_head,
-        attention="math",
-        dropout=0.0,
-    )
+    width = 8 * cfg.n_head
+    changes = dict(n_layer=min(32, cfg.n_layer), n_embd=width, head_dim=8, n_hidden=2 * width)
+    narrow = dataclasses.replace(cfg, **changes, attention="math", dropout=0.0)
     small = models.build(narrow, torch.device("cpu"), seed=0)
     for parameter in small.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
@@ -198,11 +186,11 @@ def error_of_cache(model, separator):
     first = T // 2
     ids = torch.randint(model.cfg.vocab_size, (1, T))
     ids[:, ::5] = separator
-    expected = model.logits(ids)[:, first:]
+    expected = model.logits(ids)[0, first:]
     cache = KVCache(model)
     cache.prefill(ids[:, :first], room=T)
-    found = [cache.step(ids[:, t], t) for t in range(first, T)]
-    return (torch.stack(found, 1) - expected).std() / expected.std()
+    found = torch.cat([cache.step(ids[:, t], t) for t in range(first, T)])
+    return (found - expected).std() / expected.std()
 
 
 @functools.cache  # once for each reason
@@ -289,8 +277,7 @@ class KVCache:
             self.kept[-1][0, ..., D:] = NO_KEY
         keys, values = self.kept[self.calls]
         self.calls += 1
-        keys[..., :D].index_copy_(2, positions, k.to(v.dtype))
-        keys[..., D:].index_fill_(2, positions, 0)
+        keys.index_copy_(2, positions, F.pad(k.to(v.dtype), (0, MARKS)))
         values[..., :D].index_copy_(2, positions, v)
         if T > 1:  # a prompt, with nothing before it
             return core(q, k, v, *options, **named)

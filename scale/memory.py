@@ -13,10 +13,10 @@ from settings import not_divisible
 from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
+BYTES = {"fp32": 4, "bf16": 2}
 GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
 # part of the estimate that batch_size=auto leaves free; it was within 9% of all measured peaks
 MARGIN = 0.1
-CPU_TOKENS = 2048  # in a micro-batch of batch_size=auto without a GPU, as in config/quickstart.py
 # from so many bytes on, an offloaded activation's host memory is no power of two
 PINNED_EXACTLY = 2**26
 LESS = (
@@ -39,7 +39,7 @@ def estimate(cfg, ranks):
     recomputed = len(recomputed_blocks(cfg, cfg.n_layer))
     activations = activation_bytes(cfg, recomputed)
 
-    weight = weight_bytes(cfg)
+    weight = BYTES[cfg.weights]  # and of its gradient
     here = 0 if cfg.offload_states else total / shards
     update = {
         "parameters": weight * here,
@@ -55,7 +55,7 @@ def estimate(cfg, ranks):
         backward["gradients"] = max(0, backward["gradients"] - activations)
     elif cfg.offload_states and cfg.parallel == "hsdp":
         # added up on the GPU until the last micro-step
-        backward["gradients"] = reduced_bytes(cfg) * total / shards
+        backward["gradients"] = BYTES[cfg.reduce_dtype] * total / shards
     elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
@@ -94,16 +94,6 @@ def total_and_block_parameters(cfg):
         tables += C * cfg.block_size
     tables += 2 * len(cfg.mixed_layers)
     return tables + cfg.n_layer * block + norm, block
-
-
-def weight_bytes(cfg):
-    """Of a weight, and of its gradient."""
-    return 2 if cfg.weights == "bf16" else 4
-
-
-def reduced_bytes(cfg):
-    """Of a gradient in the sum over ranks."""
-    return 2 if cfg.reduce_dtype == "bf16" else 4
 
 
 def moment_bytes(cfg):
@@ -150,7 +140,7 @@ def gathered_bytes(cfg, shards):
     weights = 2 * (total if cfg.parallel == "zero2" else head + unit * min(2, shards))
     if shards == 1:  # nothing to gather from other ranks ahead of its use, and nothing to reduce
         return weights
-    return weights + (2 + reduced_bytes(cfg)) * max(unit, head) * (1 + 1 / shards)
+    return weights + (2 + BYTES[cfg.reduce_dtype]) * max(unit, head) * (1 + 1 / shards)
 
 
 def loss_bytes(cfg):
@@ -159,7 +149,7 @@ def loss_bytes(cfg):
     logits = min(fast.LOGITS_MIB * 2**20, 2 * tokens * cfg.padded_vocab)
     if cfg.precision == "fp8":
         logits *= 2
-    return logits + tokens * cfg.n_embd * 2 + weight_bytes(cfg) * cfg.padded_vocab * cfg.n_embd
+    return logits + tokens * cfg.n_embd * 2 + BYTES[cfg.weights] * cfg.padded_vocab * cfg.n_embd
 
 
 def backward_bytes(cfg, recomputed):
@@ -191,39 +181,45 @@ def activation_bytes(cfg, recomputed):
     whole = cfg.n_layer - recomputed
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
-    each = whole * sum(saved_activation_bytes(cfg, "none"))
-    each += recomputed * sum(saved_activation_bytes(cfg, cfg.remat))
+    each = whole * saved_activation_bytes(cfg)
+    each += recomputed * sum(sizes_under_remat(cfg))
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
     return cfg.rank_tokens * each
 
 
-def saved_activation_bytes(cfg, remat):
-    """[Bytes a token] of the tensors that a block keeps for its backward."""
-    C, A, fp8 = cfg.n_embd, cfg.attention_width, cfg.precision == "fp8"
-    if remat == "block":
-        return [2 * C]  # its input
-    if remat == "attention":
-        return [2 * C, 2 * A, 4 * cfg.n_head]  # attention's output and logsumexp besides
-    # the residual stream before both norms, and their outputs
-    sizes = [4 * C, 2 * C if fp8 else 4 * C, 16]
-    sizes += [2 * cfg.qkv_width, 2 * A, 4 * cfg.n_head]  # q, k, v, attention's output and logsumexp
-    if cfg.qk_norm:
-        sizes.append(2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size)  # q and k before their norm
-    if cfg.attention_gate:
-        sizes.append(2 * A)  # attention's output before its gates
-    if cfg.context_parallel > 1:
-        sizes.append(2 * A)  # the output of this rank's heads, before their exchange
-    if fp8:
-        sizes.append(A)  # attention's output in 8 bits
-    if remat == "selective":
-        return [*sizes, C] if fp8 else sizes  # the MLP's input in bf16
-    if fp8:  # the pre-activation, of relu2 its square alone, and the activation in 8 bits
-        return [*sizes, cfg.mlp_hidden if cfg.mlp == "relu2" else 2 * cfg.mlp_width, cfg.mlp_hidden]
-    sizes.append(2 * cfg.mlp_width)  # the pre-activation
-    if cfg.mlp == "gelu":
-        sizes.append(2 * cfg.mlp_hidden)
+def sizes_under_remat(cfg):
+    """[Bytes a token] of the tensors that a block keeps where it is computed again."""
+    if cfg.remat == "selective":
+        return [saved_activation_bytes(cfg, selective=True)]
+    sizes = [2 * cfg.n_embd]  # its input
+    if cfg.remat == "attention":  # attention's output and logsumexp besides
+        sizes += [2 * cfg.attention_width, 4 * cfg.n_head]
     return sizes
+
+
+def saved_activation_bytes(cfg, selective=False):
+    """Bytes a token of the tensors that a block keeps, perhaps under remat=selective."""
+    C, A, fp8 = cfg.n_embd, cfg.attention_width, cfg.precision == "fp8"
+    # the residual stream before both norms, and their outputs
+    size = 16 + 4 * C + (2 * C if fp8 else 4 * C)
+    size += 2 * cfg.qkv_width + 2 * A + 4 * cfg.n_head  # q, k, v, attention's output and logsumexp
+    if cfg.qk_norm:
+        size += 2 * (cfg.n_head + cfg.kv_heads) * cfg.head_size  # q and k before their norm
+    if cfg.attention_gate:
+        size += 2 * A  # attention's output before its gates
+    if cfg.context_parallel > 1:
+        size += 2 * A  # the output of this rank's heads, before their exchange
+    if fp8:
+        size += A  # attention's output in 8 bits
+    if selective:
+        return size + C if fp8 else size  # the MLP's input in bf16
+    if fp8:  # the pre-activation, of relu2 its square alone, and the activation in 8 bits
+        return size + cfg.mlp_hidden + (cfg.mlp_hidden if cfg.mlp == "relu2" else 2 * cfg.mlp_width)
+    size += 2 * cfg.mlp_width  # the pre-activation
+    if cfg.mlp == "gelu":
+        size += 2 * cfg.mlp_hidden
+    return size
 
 
 def on_host(cfg, ranks):
@@ -231,21 +227,20 @@ def on_host(cfg, ranks):
 
     All but moments are pinned; what PyTorch itself pins takes a power of two of bytes.
     """
-    parts, shards = {}, shards_of(cfg, ranks)
+    parts = {}
     if cfg.offload_states:
-        shapes = cfg.block_matmuls * cfg.n_layer + [
-            (cfg.padded_vocab, width) for width in cfg.tables
-        ]
+        shards = shards_of(cfg, ranks)
+        shapes = cfg.block_matmuls * cfg.n_layer
+        shapes += [(cfg.padded_vocab, width) for width in cfg.tables]
         if cfg.positions == "learned":
             shapes.append((cfg.block_size, cfg.n_embd))
-        weight = weight_bytes(cfg)
-        weights = sum(
-            power_of_two(weight * math.ceil(rows / shards) * width) for rows, width in shapes
-        )
+        weights = 0
+        for rows, width in shapes:
+            weights += power_of_two(BYTES[cfg.weights] * math.ceil(rows / shards) * width)
         parts = {"parameters": weights, "gradients": weights}
         parts["optimizer"] = int(moment_bytes(cfg) * total_and_block_parameters(cfg)[0] / shards)
     if cfg.remat_offload:
-        sizes = [cfg.rank_tokens * each for each in saved_activation_bytes(cfg, cfg.remat)]
+        sizes = [cfg.rank_tokens * each for each in sizes_under_remat(cfg)]
         block = sum(size if size >= PINNED_EXACTLY else power_of_two(size) for size in sizes)
         parts["activations"] = block * len(recomputed_blocks(cfg, cfg.n_layer))
     return parts
@@ -256,129 +251,88 @@ def power_of_two(size):
     return 2 ** (size - 1).bit_length()
 
 
-def largest(cfg, ranks, budget, name, step=1):
-    """The largest value of a setting, a multiple of step, whose estimate is within `budget` bytes.
+def largest(cfg, ranks, budget, name, values):
+    """The last of a setting's values whose estimate is within `budget` bytes; None: none is.
 
-    0: none is.
+    values: in the order of the memory that they take.
     """
 
-    def too_large(n):
-        return total_bytes(dataclasses.replace(cfg, **{name: n * step}), ranks) > budget
+    def too_large(value):
+        return total_bytes(dataclasses.replace(cfg, **{name: value}), ranks) > budget
 
-    return step * bisect.bisect_left(range(1, 2**20), True, key=too_large)
+    fitting = bisect.bisect_left(values, True, key=too_large)
+    return values[fitting - 1] if fitting else None
 
 
 def choose(cfg, ranks, free):
     """(cfg with each "auto" of batch_size and remat_every resolved, {setting: reason}).
 
-    free: bytes of a GPU; None: no GPU. Raises UserError.
+    free: bytes of a GPU, which the estimate and MARGIN may fill; None: no GPU. Raises UserError.
     """
     reasons = {}
     unknown = not_estimated(cfg)
+    if free is None:
+        unknown.append("memory is counted of CUDA devices alone")
+        free = 0
+    budget = free / (1 + MARGIN)
+    why = f"within {budget / GIB:.1f} GiB by estimate, as {MARGIN:.0%} more are free"
     if cfg.batch_size == "auto":  # with all blocks under remat, if it is chosen for how many
-        if unknown and free is not None:
-            raise UserError(f"batch_size=auto: {unknown[0].partition(';')[0]}; give a number")
+        if unknown:
+            raise UserError(f"batch_size=auto: {unknown[0]}; give a number")
         rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
-        divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
-        chosen = first_that_fits(cfg, "batch_size", divisors, ranks, free)
+        values = []
+        for n in range(1, rows + 1):
+            if rows % n == 0 and not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
+                values.append(n)
+        chosen = largest(cfg, ranks, budget, "batch_size", values)
         if chosen is None:
-            one_row = dataclasses.replace(cfg, batch_size=1)
-            why = f"one row takes {needs(one_row, ranks, free)}"
-            raise UserError(f"batch_size=auto: {why}; try {LESS}")
-        cfg = chosen
-        which = f"the largest divisor of a rank's {rows:,} rows a step that fits"
-        reasons["batch_size"] = f"{which}: {needs(cfg, ranks, free)}"
+            raise UserError(f"batch_size=auto: not one row is {why}; try {LESS}")
+        cfg = dataclasses.replace(cfg, batch_size=chosen)
+        reasons["batch_size"] = f"the largest divisor of a rank's {rows:,} rows a step {why}"
     if cfg.remat_every == "auto":
-        every = [cfg.n_layer / count for count in range(1, cfg.n_layer + 1)]
-        why = "the arithmetic is for bf16 and fp8 on CUDA devices, with the fused kernels"
-        chosen = None
-        if free is not None and not unknown:
-            chosen = first_that_fits(cfg, "remat_every", every, ranks, free)
-            why = needs(chosen or cfg, ranks, free)
-        cfg = chosen or dataclasses.replace(cfg, remat_every=1.0)
+        every = None
+        if not unknown:
+            values = [cfg.n_layer / count for count in range(cfg.n_layer, 0, -1)]
+            every = largest(cfg, ranks, budget, "remat_every", values)
+        cfg = dataclasses.replace(cfg, remat_every=every or 1.0)
         count = len(recomputed_blocks(cfg, cfg.n_layer))
+        why = unknown[0] if unknown else why
         reasons["remat_every"] = f"{count} of {cfg.n_layer} blocks: {why}"
     return cfg, reasons
 
 
-def first_that_fits(cfg, name, values, ranks, free):
-    """cfg with the first of a setting's values that fits, None where none does.
-
-    On a GPU by the estimate and MARGIN, which must be within `free` bytes; else by CPU_TOKENS.
-    """
-    for value in values:
-        choice = dataclasses.replace(cfg, **{name: value})
-        if not_divisible(choice, ranks):
-            continue
-        if free is None:
-            fits = choice.rank_tokens <= CPU_TOKENS or choice.batch_size == 1
-        else:
-            fits = (1 + MARGIN) * total_bytes(choice, ranks) <= free
-        if fits:
-            return choice
-    return None
-
-
-def needs(cfg, ranks, free):
-    """What was compared with what."""
-    if free is None:
-        return f"up to {CPU_TOKENS:,} tokens, as memory is counted of CUDA devices alone"
-    size = total_bytes(cfg, ranks) / GIB
-    return f"{size:.1f} GiB by estimate and {MARGIN:.0%} more of {free / GIB:.1f} free"
-
-
-def describe(cfg, ranks, parameters=None, optimizer=None):
+def describe(cfg, ranks, parameters, optimizer):
     """The estimate in words.
 
     parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
-    one whose states are not known.
+    one whose states are not known, or None.
     """
-    counted, _ = total_and_block_parameters(cfg)
-    parameters = parameters or counted
-    if not moment_bytes(cfg):
-        optimizer = optimizer or cfg.optimizer
-    each = 2 * weight_bytes(cfg)
-    what = f"weights and gradients; the states of {optimizer}, and activations,"
-    if not optimizer:
-        each += moment_bytes(cfg)
-        what = "weights, gradients and optimizer states"
+    size = 2 * BYTES[cfg.weights] * parameters / shards_of(cfg, ranks) / GIB
     where = "of the host's memory " if cfg.offload_states else ""
-    size = each * parameters / shards_of(cfg, ranks) / GIB
-    words = f"{size:.2f} GiB {where}a rank for {what}"
-    if optimizer:
-        return f"{words} are not estimated"
-    if not_estimated(cfg) or parameters != counted:
-        return f"{words}; activations are not estimated"
+    words = f"{size:.2f} GiB {where}a rank for weights and gradients"
+    edited = parameters != total_and_block_parameters(cfg)[0]
+    if optimizer or edited or not_estimated(cfg):
+        return f"{words}; the rest is not estimated"
     return f"{words}, about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
 
 
 def not_estimated(cfg):
     """Problems, one line each: settings for which the estimate does not hold ("auto" is none)."""
-    # and neither PyTorch's own operations nor T x T matrices
-    why = "the arithmetic counts the fused kernels"
-    found = []
-    if cfg.ops == "torch":
-        found.append(f"ops=torch: {why}; try --ops=auto")
-    if cfg.attention == "math":
-        found.append(f"attention=math: {why}; try --attention=auto")
-    if not moment_bytes(cfg):
-        found.append(f"optimizer={cfg.optimizer}: its states are not known; try --optimizer=adamw")
-    if cfg.precision in ("fp32", "tf32", "fp16"):
-        found.append(
-            f"precision={cfg.precision}: the arithmetic is for bf16, fp8; try --precision=bf16"
-        )
-    return found
+    unknown = {
+        "ops": cfg.ops == "torch",
+        "attention": cfg.attention == "math",  # T x T matrices
+        "optimizer": not moment_bytes(cfg),
+        "precision": cfg.precision in ("fp32", "tf32", "fp16"),
+    }
+    why = "the arithmetic counts fused kernels, in bf16 or fp8, and this repository's optimizers"
+    return [f"{name}={getattr(cfg, name)}: {why}" for name in unknown if unknown[name]]
 
 
 def advice(cfg, ranks, budget):
     """What to change after a run was out of memory; budget: bytes of the GPU."""
-    if cfg.batch_size == "auto":
-        why = (
-            "batch_size=auto counts neither an edit of model.py nor what other processes take later"
-        )
-        return f"out of memory: {why}; give a number below the one that it chose"
-    need = total_bytes(cfg, ranks)
-    why = f"this takes about {need / GIB:.1f} GiB of {budget / GIB:.1f} a GPU by estimate"
-    if need < 0.9 * budget and not not_estimated(cfg):
-        why += " (is another process on it? see nvidia-smi)"
-    return f"out of memory: {why}; try a smaller --batch_size, or {LESS}"
+    why = f"a GPU has {budget / GIB:.1f} GiB"
+    if cfg.batch_size != "auto":
+        why += f", and this takes about {total_bytes(cfg, ranks) / GIB:.1f} by estimate"
+    return (
+        f"out of memory: {why} (what else runs: nvidia-smi); try a smaller --batch_size, or {LESS}"
+    )

@@ -44,13 +44,11 @@ def leftovers(folder, ours):
     return found
 
 
-@contextlib.contextmanager
 def by_umask(path):
-    """What is written to `path` inside has the mode of a new file; safetensors gives 0600."""
-    path.touch()
-    mode = path.stat().st_mode
-    yield
-    path.chmod(mode)
+    """Gives a file the mode of any new one; safetensors makes it 0600."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def sync(path):

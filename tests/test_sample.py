@@ -213,7 +213,6 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precisi
     gpt2(dict(tokenizer="gpt2"), "50,257"),
     (dict(checkpoint=None), "--checkpoint"),
     (dict(parallel="fsdp"), "torchrun"),
-    (dict(bos=False, prompt=""), "bos=False"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run, settings, message):
     with pytest.raises(UserError, match=message) as error:
