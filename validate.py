@@ -33,7 +33,7 @@ def main(cfg):
         raise UserError(
             "name folders with validation shards: validate.py data/books --checkpoint=out/books"
         )
-    from run import trained
+    from run import evaluate, trained
     from scale import parallel
 
     other = trained.other(cfg)  # before the first model is measured
@@ -43,21 +43,15 @@ def main(cfg):
         others, _ = measure(other, cfg.words, T)
     for folder, (table, documents) in measured.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        lines = [in_words(folder, size, table, documents)]
+        words = evaluate.in_words(evaluate.loss_of_table(table, documents))
+        lines = [f"{folder} | {size} | {words}"]
         if others:
             table[0] -= others[folder][0][0]
-            lines.append(in_words(folder, f"less {cfg.against}'s", table, documents))
+            words = evaluate.in_words(evaluate.loss_of_table(table, documents))
+            lines.append(f"{folder} | less {cfg.against}'s | {words}")
         if is_rank_0():
             say(*lines, sep="\n")
     parallel.stop()
-
-
-def in_words(folder, what, table, documents):
-    """A line for the console; table, documents: see run.evaluate.score_rows."""
-    from run import evaluate
-
-    score = evaluate.loss_of_table(table, documents)
-    return " | ".join([folder, what, *evaluate.in_words(score)])
 
 
 def measure(cfg, words, T=None):
@@ -94,7 +88,7 @@ def measure(cfg, words, T=None):
                     f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
                 )
             tokens = max(T, cfg.tokens)
-            table, _, documents = evaluate.score_rows(model, loader, tokens, autocast=autocast)
+            table, _, documents = evaluate.score_rows(model, loader, tokens, autocast)
             measured[folder] = table, documents
             loader.close()
     return measured, T

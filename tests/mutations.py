@@ -130,7 +130,7 @@ MUTATIONS = [
     Mutation("hellaswag.py", "targets[b, start - 1 : len(row) - 1] = row[start:]",
              "targets[b, start : len(row) - 1] = row[start + 1 :]",
              "the first token of an ending is not scored", "test_hellaswag.py -k one_row"),
-    Mutation("measure/language_model.py", " & (targets >= 0)", "",
+    Mutation("measure/harness.py", " & (targets >= 0)", "",
              "tokens before a continuation count as wrong", "test_harness.py -k greedy"),
 ]  # fmt: skip
 

@@ -24,7 +24,8 @@ WORLD = World(0, 1, torch.device("cpu"))
 
 def make(tmp_path, log_interval=1, settings=None, **options):
     cfg = Config(max_steps=1000, log_interval=log_interval, **settings or {})
-    log = Logger(WORLD, cfg, max_skipped=0)
+    log = Logger(WORLD, cfg)
+    log.last = "/1000"
     (tmp_path / "run").mkdir(exist_ok=True)
     log.analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
@@ -69,11 +70,11 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     for step in (2, 3):
         log.record("train", step, loss=1.0)
     log.file = kept
-    log.record("val", 4, loss=1.0, folders={"a": {"stderr": math.nan}})
+    log.record("val", 4, loss=1.0, folders={"a": {"bpb": math.nan}})
     out = capsys.readouterr().out
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
-    assert lines(tmp_path)[1]["folders"] == {"a": {"stderr": None}}
+    assert lines(tmp_path)[1]["folders"] == {"a": {"bpb": None}}
 
 
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
@@ -108,7 +109,7 @@ def test_a_run_outlives_its_console(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
     assert ranks.attempt(0, train_without_a_reader, words)[0].codes == [0]
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
-    assert kinds.count("train") == 2 and kinds.count("sample") == 2 and kinds[-1] == "done"
+    assert kinds.count("train") == 2 and kinds.count("sample") == 3 and kinds[-1] == "done"
 
 
 @pytest.mark.fault(103)
