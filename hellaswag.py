@@ -26,7 +26,7 @@ from system.errors import is_rank_0, refuse, say
 from system.files import write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-CACHE = Path.home() / ".cache" / "hellaswag"
+CACHE = Path.home() / ".cache/hellaswag/hellaswag_val.jsonl"
 # on a CPU a row takes a third longer with 4,096 (GPT-2 124M)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
 
@@ -55,7 +55,7 @@ def main(cfg):
         _, others = measure(other)
         gain = {}
         for name, hits in right.items():
-            gain |= mean(name, hits.astype(float) - others[name])
+            gain |= over_examples(name, hits.astype(float) - others[name])
         lines.append(f"less {cfg.against}'s | {evaluate.in_words(gain)}")
     if is_rank_0():
         say(*lines, sep="\n")
@@ -74,13 +74,27 @@ def measure(cfg):
 
 def load(path=None):
     """The examples of a file; None: of the downloaded one. Raises DataError or its Unavailable."""
-    path = download() if path is None else Path(path)
+    if path is None and not CACHE.exists():
+        download()
+    path = Path(path or CACHE)
     try:
         return parse(path.read_bytes(), path)
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; name another file, or none to download it"
-        ) from None
+        what = f"{path}: {error.strerror}"
+        raise DataError(f"{what}; name another file, or none to download it") from None
+
+
+def download():
+    """Writes the validation file to CACHE; a reply that does not parse is not kept."""
+    try:
+        with urllib.request.urlopen(URL, timeout=20) as reply:
+            data = reply.read()
+        parse(data, URL)
+        CACHE.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(CACHE, data)  # several ranks may download at the same time
+    except (OSError, http.client.HTTPException, DataError) as error:  # urllib's errors are OSErrors
+        local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
+        raise Unavailable(f"{URL} cannot be downloaded ({error}); {local}") from None
 
 
 def parse(data, where):
@@ -91,34 +105,16 @@ def parse(data, where):
             continue
         try:
             example = json.loads(line)
-            first, second, third, fourth = example["endings"]
-            label = list("0123").index(str(example["label"]))
-            endings = [first, second, third, fourth]
+            endings = example["endings"]
+            if len(endings) != 4:
+                raise ValueError("its endings are not four")
+            label = range(4).index(int(example["label"]))
             examples.append({"ctx": example["ctx"], "endings": endings, "label": label})
         except (ValueError, LookupError, TypeError) as error:  # as of bytes that are no UTF-8
             raise DataError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
     if not examples:
         raise DataError(f"{where}: no examples in it; expected one JSON object a line")
     return examples
-
-
-def download(folder=CACHE, url=URL):
-    """Downloads the validation file once and returns its path.
-
-    A reply that does not parse is not kept.
-    """
-    path = Path(folder) / "hellaswag_val.jsonl"
-    try:
-        if not path.exists():
-            with urllib.request.urlopen(url, timeout=20) as reply:
-                data = reply.read()
-            parse(data, url)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data)  # several ranks may download at the same time
-    except (OSError, http.client.HTTPException, DataError) as error:  # urllib's errors are OSErrors
-        local = "give a local one, hellaswag.py --file or train.py --hellaswag_file"
-        raise Unavailable(f"{url} cannot be downloaded ({error}); {local}") from None
-    return path
 
 
 class Prepared(NamedTuple):
@@ -216,14 +212,16 @@ def scored(prepared, sums):
     score = {}
     for name, of_endings in {"acc_norm": sums / tokens, "acc": sums}.items():
         right[name] = of_endings.reshape(-1, 4).argmin(1) == prepared.labels
-        score |= mean(name, right[name])
+        score |= over_examples(name, right[name])
     counts = dict(n=len(prepared.labels), truncated=prepared.truncated, spanned=prepared.spanned)
     return score | counts, right
 
 
-def mean(name, values):
+def over_examples(name, values):
     """{name: mean of an array over the examples, NAME_stderr: its standard error}."""
-    return {name: float(values.mean()), f"{name}_stderr": float(values.std() / len(values) ** 0.5)}
+    from run.evaluate import figure
+
+    return figure(name, values, np.ones(len(values)), np.arange(len(values)))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def measure(cfg, words, T=None):
 
     T: None: as many as it has context. table, documents: see run.evaluate.score_rows.
     """
-    from corpus import mixture
     from corpus.loader import DataError, TokenLoader
     from run import evaluate, trained
 
@@ -67,30 +66,27 @@ def measure(cfg, words, T=None):
     world, model, tokenizer, autocast = trained.load(cfg, mask_documents=True)
     shape = model.cfg
     T = T or shape.block_size
-    if T > shape.block_size:
-        raise UserError(f"{cfg.checkpoint} has block_size={shape.block_size} < {T}")
     measured = {}
-    for word in words:
-        for folder, _ in mixture.folders(word):
-            loader = TokenLoader(
-                folder,
-                "val",
-                B=cfg.batch_size,
-                T=T,
-                rank=world.rank,
-                world=world.size,
-                vocab_size=shape.vocab_size,
-                device=world.device,
+    for folder in words:
+        loader = TokenLoader(
+            folder,
+            "val",
+            B=cfg.batch_size,
+            T=T,
+            rank=world.rank,
+            world=world.size,
+            vocab_size=shape.vocab_size,
+            device=world.device,
+        )
+        sizes = loader.token_bytes
+        if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
+            raise DataError(
+                f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
             )
-            sizes = loader.token_bytes
-            if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
-                raise DataError(
-                    f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
-                )
-            tokens = max(T, cfg.tokens)
-            table, _, documents = evaluate.score_rows(model, loader, tokens, autocast)
-            measured[folder] = table, documents
-            loader.close()
+        tokens = max(T, cfg.tokens)
+        table, _, documents = evaluate.score_rows(model, loader, tokens, autocast)
+        measured[folder] = table, documents
+        loader.close()
     return measured, T
 
 

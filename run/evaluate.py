@@ -122,7 +122,7 @@ def in_words(figures):
 
 @dataclasses.dataclass
 class Evaluation:
-    """A function of the model that is called every `interval` steps, at the start and at the end.
+    """A function of the model that is called every `interval` steps and at the end.
 
     It returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
     runs on all ranks, without gradients, in the run's precision and with the model in eval mode;
@@ -134,6 +134,7 @@ class Evaluation:
     # each rank has whole rows, of one document each; False: as in training, with its document
     # masks, and rows divided by context parallelism
     whole_rows: bool = True
+    at_start: bool = True  # before step 1 too
 
 
 class Evaluations:
@@ -149,15 +150,15 @@ class Evaluations:
         self.each = {}  # {name: Evaluation}
         self.best = None  # (name, figure) that chooses the best checkpoint, the lowest
 
-    def add(self, name, interval, function, best=None, whole_rows=True):
-        """Adds an Evaluation; interval=0: never.
+    def add(self, name, interval, function, best=None, **options):
+        """Adds an Evaluation; interval=0: never. options: its other fields.
 
         best: its figure that chooses the best checkpoint, in place of those that were to before.
         """
         if name in self.each or name in TAKEN:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if interval:
-            self.each[name] = Evaluation(interval, function, whole_rows)
+            self.each[name] = Evaluation(interval, function, **options)
             if best:
                 self.best = name, best
 
@@ -167,7 +168,12 @@ class Evaluations:
         if step == self.state.evaluated:
             return []
         ended = optim.share_done(self.state, self.cfg) == 1
-        return [name for name, own in self.each.items() if ended or step % own.interval == 0]
+        found = []
+        for name, own in self.each.items():
+            at_interval = step % own.interval == 0 and (step > 0 or own.at_start)
+            if at_interval or ended:
+                found.append(name)
+        return found
 
     def run(self):
         """Runs those that are due, unless the run is to stop meanwhile; returns their score.
@@ -252,7 +258,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
             options = dict(seed=cfg.seed, **SAMPLES)
             return {"texts": sampling.texts(model, tokenizer, cfg.sample_prompt, **options)}
 
-        evaluations.add("sample", cfg.sample_interval, sample)
+        evaluations.add("sample", cfg.sample_interval, sample, at_start=False)
     if cfg.hellaswag_interval:
         return add_hellaswag(evaluations, cfg, tokenizer)
     return []

@@ -1,6 +1,7 @@
 """The console and logs of a run: start-up summary, a line a step, log.jsonl, and wandb."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -156,7 +157,8 @@ class Logger:
             while line:
                 line = line[self.file.write(line) :]
         except OSError as error:
-            self.file.truncate(end)
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)
             if not self.lost:
                 words = "training goes on, lines are lost"
                 self.warn(f"{self.file.name}: {error.strerror}; {words}")
@@ -170,10 +172,10 @@ class Logger:
         """
         self.analysis, self.model, self.tokens = analysis, state.model, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
-        self.last = ""  # the run's last step, where that is known
+        self.last, self.width = "", 5  # the run's last step, where that is known, and its digits
         if not self.cfg.max_seconds:
             steps, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
-            self.last = f"/{steps}"
+            self.last, self.width = f"/{steps}", len(str(steps))
         pairs = [f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()]
         settings = " ".join(pairs) or "all defaults"
         rows = [describe_device(self.world), *rows]
@@ -260,7 +262,7 @@ class Logger:
 
     def _time(self, launched, tokens):
         """Takes the time of a step: since the end of the one before, or since its own beginning."""
-        end = launched.means.moment
+        end = launched.means.later.moment
         self.seconds = end.since(self.mark or launched.began)
         self.mark = end
         rows = self.cfg.micro_rows(self.world.size, tokens)
@@ -279,31 +281,27 @@ class Logger:
         ms = self.seconds * 1e3
         rate = tokens / self.seconds
         mfu = self.analysis.mfu(rate, self.world.size)
-        gib = None
-        if self.world.device.type == "cuda":
-            gib = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        gib = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=ms, tok_per_s=rate, mfu=mfu, gib=gib)
-        if extras:
-            values["extras"] = extras
-        self.record("train", step, tokens=self.tokens, **values)
+        self.record("train", step, tokens=self.tokens, **values, extras=extras)
         share = optim.share_done(launched, self.cfg)  # of the run
         if step % self.cfg.log_interval and step != self.steps_before + 1 and share < 1:
             return
         eta = "n/a"
         if launched.seconds:
             eta = tqdm.format_interval(launched.seconds / share - launched.seconds)
-        line = f"step {step:>5}{self.last} | loss {loss:8.4f} | {ms:8,.1f} ms | {rate:>9,.0f} tok/s"
+        line = f"step {step:>{self.width}}{self.last} | loss {loss:8.4f} | {ms:8,.1f} ms"
+        line += f" | {rate:>9,.0f} tok/s"
         if mfu is not None:
             line += f" | mfu {mfu:5.1%}"
         line += f" | eta {eta} | lr {lr:.2e} | norm {norm:6.3f}"
-        if gib is not None:
+        if gib:
             line += f" | {gib:5.1f} GiB"
+        for name, value in extras.items():
+            line += f" | {name} {value:.4g}"
         while sys.stdout.isatty() and len(line) > shutil.get_terminal_size().columns:
             line, _, _ = line.rpartition(" | ")
         self.print(line)
-        if extras:
-            words = " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
-            self.print(f"     {words}")
 
     def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.
@@ -345,7 +343,7 @@ class Logger:
                 self.record("spike", step, loss=loss, mean=mean, z=z)
                 words = f"{z:.1f} sigma above its mean {mean:.4f}"
                 self.warn(
-                    f"step {step}: loss {loss:.4f} is {words}; last checkpoint: {self.saved_at}"
+                    f"step {step}: loss {loss:.4f} is {words}; last saved step: {self.saved_at}"
                 )
         self.recent_losses.append(loss)
 
