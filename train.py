@@ -180,8 +180,7 @@ def train(cfg, world, watch, stack):
     state = training.state
 
     # console and log, evaluations
-    skips = None if cfg.precision == "fp16" else cfg.max_skipped_steps
-    log = Logger(world, cfg, skips)
+    log = Logger(world, cfg)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg)
     warnings = add_evaluations(evaluations, cfg, world, val_loaders)
 

@@ -33,7 +33,7 @@ def main(cfg):
         raise UserError(
             "name folders with validation shards: validate.py data/books --checkpoint=out/books"
         )
-    from run import trained
+    from run import evaluate, trained
     from scale import parallel
 
     other = trained.other(cfg)  # before the first model is measured
@@ -43,21 +43,15 @@ def main(cfg):
         others, _ = measure(other, cfg.words, T)
     for folder, (table, documents) in measured.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
-        lines = [in_words(folder, size, table, documents)]
+        words = evaluate.in_words(evaluate.loss_of_table(table, documents))
+        lines = [f"{folder} | {size} | {words}"]
         if others:
             table[0] -= others[folder][0][0]
-            lines.append(in_words(folder, f"less {cfg.against}'s", table, documents))
+            words = evaluate.in_words(evaluate.loss_of_table(table, documents))
+            lines.append(f"{folder} | less {cfg.against}'s | {words}")
         if is_rank_0():
             say(*lines, sep="\n")
     parallel.stop()
-
-
-def in_words(folder, what, table, documents):
-    """A line for the console; table, documents: see run.evaluate.score_rows."""
-    from run import evaluate
-
-    score = evaluate.loss_of_table(table, documents)
-    return " | ".join([folder, what, *evaluate.in_words(score)])
 
 
 def measure(cfg, words, T=None):
@@ -65,7 +59,6 @@ def measure(cfg, words, T=None):
 
     T: None: as many as it has context. table, documents: see run.evaluate.score_rows.
     """
-    from corpus import mixture
     from corpus.loader import DataError, TokenLoader
     from run import evaluate, trained
 
@@ -73,30 +66,27 @@ def measure(cfg, words, T=None):
     world, model, tokenizer, autocast = trained.load(cfg, mask_documents=True)
     shape = model.cfg
     T = T or shape.block_size
-    if T > shape.block_size:
-        raise UserError(f"{cfg.checkpoint} has block_size={shape.block_size} < {T}")
     measured = {}
-    for word in words:
-        for folder, _ in mixture.folders(word):
-            loader = TokenLoader(
-                folder,
-                "val",
-                B=cfg.batch_size,
-                T=T,
-                rank=world.rank,
-                world=world.size,
-                vocab_size=shape.vocab_size,
-                device=world.device,
+    for folder in words:
+        loader = TokenLoader(
+            folder,
+            "val",
+            B=cfg.batch_size,
+            T=T,
+            rank=world.rank,
+            world=world.size,
+            vocab_size=shape.vocab_size,
+            device=world.device,
+        )
+        sizes = loader.token_bytes
+        if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
+            raise DataError(
+                f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
             )
-            sizes = loader.token_bytes
-            if sizes is not None and not np.array_equal(sizes, tokenizer.token_bytes()):
-                raise DataError(
-                    f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
-                )
-            tokens = max(T, cfg.tokens)
-            table, _, documents = evaluate.score_rows(model, loader, tokens, autocast=autocast)
-            measured[folder] = table, documents
-            loader.close()
+        tokens = max(T, cfg.tokens)
+        table, _, documents = evaluate.score_rows(model, loader, tokens, autocast)
+        measured[folder] = table, documents
+        loader.close()
     return measured, T
 
 

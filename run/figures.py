@@ -1,5 +1,7 @@
 """A step's figures: its loss and GPT.forward's extras, as means over the targets of all ranks."""
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -58,17 +60,17 @@ class Figures:
         loss = totals[0].float()  # whose device and dtype all have
         figures = [total.to(loss) for total in (*totals, norm)]
         figures += [torch.full_like(loss, number) for number in own.values()]
-        return Means(torch.stack(figures), self, own)
+        sums = parallel.sum_over_ranks(torch.stack(figures))
+        return Means(self, list(own), parallel.Later(sums / self.ranks))
 
 
+@dataclass
 class Means:
     """A step's figures on their way to the host."""
 
-    def __init__(self, tensor, figures, own):
-        self.figures = figures
-        self.own = own
-        self.later = parallel.Later(parallel.sum_over_ranks(tensor) / figures.ranks)
-        self.moment = self.later.moment
+    figures: Figures
+    own: list  # names
+    later: parallel.Later
 
     def get(self):
         """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end."""
@@ -88,9 +90,6 @@ def scalar(name, value, device):
     """
     if not torch.is_tensor(value):
         return torch.full((), value, dtype=torch.float32, device=device)
-    # the usual case, as early as it can be, since the host's time counts here
-    if value.dim() == 0 and value.dtype == torch.float32:
-        return value.detach()
     if value.numel() != 1:
         shape = tuple(value.shape)
         raise UserError(

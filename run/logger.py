@@ -20,12 +20,12 @@ from tqdm import tqdm
 import optim
 from configurator import changed, columns
 from scale import parallel
+from scale.shards import local
 from system import files
-from system.errors import UserError, is_rank_0
+from system.errors import UserError, is_rank_0, listed
 
 SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
-WIDE = 130  # columns of a terminal that has room for all of a step's figures
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
 
@@ -42,6 +42,7 @@ class Launched:
     lr: float
     began: parallel.Moment  # before it
     means: object  # figures.Means
+    seconds: float = 0.0  # of steps up to its end, once it is read
 
 
 def device_name(device):
@@ -65,21 +66,18 @@ def show(rows, say=print):
 class Logger:
     """Prints and records on rank 0; all ranks make the same calls, as `step` averages over them."""
 
-    def __init__(self, world, cfg, max_skipped):
-        """max_skipped: steps in a row that may be skipped; None with fp16, whose scaler skips."""
-        self.world, self.cfg, self.max_skipped = world, cfg, max_skipped
+    def __init__(self, world, cfg):
+        self.world, self.cfg = world, cfg
         self.began = time.perf_counter()
         self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.analysis = None  # a flops.ModelAnalysis, for the MFU
         self.lost = False  # whether a full disk has cost lines of the log
         # a step is read late, on CUDA when the next one is queued, so that the device has work
         self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
         self.own = {}  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
+        self.seconds = 0.0  # that it took
         self.mark = None  # the Moment of its end
-        # times of steps, in seconds
-        self.seconds = 0.0  # of the step read last
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
         self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
         self.steps_to_compile = 1
@@ -87,7 +85,6 @@ class Logger:
             from scale.cuda_graph import EAGER_STEPS
 
             self.steps_to_compile += EAGER_STEPS
-        self.last_step = cfg.max_steps  # of the run; None: the time decides
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.recent_losses = collections.deque(maxlen=SETTLED)
@@ -140,12 +137,11 @@ class Logger:
             call(*arguments)
         except Exception as error:
             self.wandb = None
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            self.warn(f"wandb is off ({type(error).__name__}: {reason}); log.jsonl goes on")
+            self.warn(f"wandb is off ({type(error).__name__}: {error}); log.jsonl goes on")
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
-        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+        finite = json.loads(json.dumps(values, default=float), parse_constant=lambda _: None)
         if self.file:
             self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
         if self.wandb and kind != "start":  # which has no figures of a step
@@ -154,7 +150,7 @@ class Logger:
 
     def _append(self, line):
         """A whole line or none; a disk that is full costs lines of the log, not the run."""
-        end = os.fstat(self.file.fileno()).st_size
+        end = self.file.seek(0, os.SEEK_END)
         try:
             while line:
                 line = line[self.file.write(line) :]
@@ -172,18 +168,16 @@ class Logger:
         What is printed has the command line; log.jsonl has all settings that are no defaults.
         state: a train.State; given: the user's Config; analysis: a flops.ModelAnalysis.
         """
-        self.analysis, self.tokens = analysis, state.tokens
+        self.analysis, self.model, self.tokens = analysis, state.model, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
-        self.last_step = None
+        self.last, self.width = "", 5  # the run's last step, where that is known, and its digits
         if not self.cfg.max_seconds:
-            self.last_step, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
+            steps, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
+            self.last, self.width = f"/{steps}", len(str(steps))
         pairs = [f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()]
         settings = " ".join(pairs) or "all defaults"
-        shown = given.command_line or settings
-        if self.file:
-            shown += " (config.json has all)"
         rows = [describe_device(self.world), *rows]
-        show([*rows, ("settings", shown)], self.print)
+        show([*rows, ("settings", given.command_line or settings)], self.print)
         rows.append(("settings", settings))
         self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
 
@@ -198,54 +192,29 @@ class Logger:
 
     def close(self, step, stopped):
         """The closing summary after `step` steps."""
-        cfg = self.cfg
         kind = "stopped" if stopped else "done"
-        rows = [(kind, f"step {step} after {time.perf_counter() - self.began:,.1f} s")]
-        if cfg.max_seconds:
-            took = f"{self.elapsed(step):,.1f} of {cfg.max_seconds:g} s"
-            rows.append(("steps", f"{took}, compilation, evaluation and saving left out"))
-        words = "none: nothing was saved"
+        kept = "none: nothing was saved"
         if self.saved_at is not None:
-            longer = ""
-            if not stopped:
-                lengths = [name for name in ("max_seconds", "max_tokens") if getattr(cfg, name)]
-                longer = f"a larger --{[*lengths, 'max_steps'][0]} and "
+            longer = "" if stopped else "a later end and "
             place = f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}"
-            words = f"{place}; to go on, the same command with {longer}--resume=auto"
-        show([*rows, ("checkpoint", words)], self.print)
+            kept = f"{place}; to go on, the same command with {longer}--resume=auto"
+        took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"
+        show([(kind, took), ("checkpoint", kept)], self.print)
         if self.wandb:
             self._try_wandb(self.wandb.finish)
             self.wandb = None
         self.record(kind, step)  # the last line, which a run that was killed lacks
 
-    @property
-    def pace(self):
-        """Seconds of a step, the mean of those that are timed; None: not known yet.
-
-        While there are none, the mean of those before a resume.
-        """
-        if self.steps_timed:
-            return self.seconds_timed / self.steps_timed
-        if self.steps_before:
-            return self.seconds_before / self.steps_before
-        return None
-
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
 
-        A step that is not timed, since it compiles or is not read yet, counts as `pace`.
+        A step that is not timed, since it compiles or is not read yet, counts as the mean of the
+        others, or of those before a resume.
         """
-        return self.seconds_before + (step - self.steps_before) * (self.pace or 0.0)
-
-    def left(self, step):
-        """Seconds that the run will take after this step; None: not known yet."""
-        if self.last_step == step:
-            return 0
-        if self.pace is None:
-            return None
-        if self.last_step is None:
-            return max(0.0, self.cfg.max_seconds - self.elapsed(step))
-        return max(0, self.last_step - step) * self.pace
+        seconds, steps = self.seconds_before, self.steps_before
+        if self.steps_timed:
+            seconds, steps = self.seconds_timed, self.steps_timed
+        return self.seconds_before + (step - self.steps_before) * seconds / max(1, steps)
 
     def step(self, state, lr, means, began):
         """Takes a step that was launched, and reads all but the newest `late` of those launched.
@@ -275,69 +244,60 @@ class Logger:
 
         So the log has the line of a step that ends the run.
         """
-        step = launched.step
         loss, norm, extras, self.own = launched.means.get()
         self.late = 0
         # of a step before; the ranks' mean, so that all do the same
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
-        self._time(launched)
         self._log_line(launched, loss, norm, extras)
         if not math.isfinite(loss):
-            self._count_skipped_or_refuse(step, "loss", loss)
-            return
-        self._look_for_spike(step, loss)
-        if self.max_skipped is not None and not math.isfinite(norm):
-            self._count_skipped_or_refuse(step, "gradient norm", norm)
+            self._count_skipped_or_refuse(launched.step, "loss", loss)
+        elif self.cfg.precision != "fp16" and not math.isfinite(norm):  # fp16's scaler skips
+            self._count_skipped_or_refuse(launched.step, "gradient norm", norm)
         else:
             self.skipped_in_a_row = 0
+            self._look_for_spike(launched.step, loss)
 
     def _time(self, launched):
         """Takes the time of a step: since the end of the one before, or since its own beginning."""
-        end = launched.means.moment
-        seconds = end.since(self.mark or launched.began)
+        end = launched.means.later.moment
+        self.seconds = end.since(self.mark or launched.began)
         self.mark = end
-        self.seconds = seconds
         if launched.step - self.steps_before > self.steps_to_compile:
             self.steps_timed += 1
-            self.seconds_timed += seconds
+            self.seconds_timed += self.seconds
+        launched.seconds = self.elapsed(launched.step)
 
     def _log_line(self, launched, loss, norm, extras):
         """A step's line of log.jsonl, and at an interval of the console."""
-        step = launched.step
-        seconds = self.seconds
-        left = self.left(step)
-        device = self.world.device
-        rate = (launched.tokens - self.tokens) / seconds
+        step, lr = launched.step, launched.lr
+        tokens = launched.tokens - self.tokens
         self.tokens = launched.tokens
+        self._time(launched)
+        ms = self.seconds * 1e3
+        rate = tokens / self.seconds
         mfu = self.analysis.mfu(rate, self.world.size)
-        gib = None
-        if device.type == "cuda":
-            gib = torch.cuda.max_memory_allocated(device) / 2**30
-        values = dict(loss=loss, lr=launched.lr, norm=norm, dt_ms=seconds * 1e3, tok_per_s=rate)
-        values |= dict(mfu=mfu, gib=gib)
-        if extras:
-            values["extras"] = extras
-        self.record("train", step, tokens=launched.tokens, **values)
-        if step % self.cfg.log_interval and step != self.steps_before + 1 and left != 0:
+        gib = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
+        values = dict(loss=loss, lr=lr, norm=norm, dt_ms=ms, tok_per_s=rate, mfu=mfu, gib=gib)
+        self.record("train", step, tokens=self.tokens, **values, extras=extras)
+        share = optim.share_done(launched, self.cfg)  # of the run
+        if step % self.cfg.log_interval and step != self.steps_before + 1 and share < 1:
             return
-        wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= WIDE
-        place = f"{step:>5}"
-        if self.last_step:
-            place = f"{step:>{len(str(self.last_step))}}/{self.last_step}"
-        parts = [f"step {place}", f"loss {loss:8.4f}"]
-        if wide:
-            parts += [f"lr {launched.lr:.2e}", f"norm {norm:6.3f}"]
-        parts += [f"{seconds * 1e3:8,.1f} ms", f"{rate:>9,.0f} tok/s"]
+        eta = "n/a"
+        if launched.seconds:
+            eta = tqdm.format_interval(launched.seconds / share - launched.seconds)
+        line = f"step {step:>{self.width}}{self.last} | loss {loss:8.4f} | {ms:8,.1f} ms"
+        line += f" | {rate:>9,.0f} tok/s"
         if mfu is not None:
-            parts.append(f"mfu {mfu:5.1%}")
-        if gib is not None and wide:
-            parts.append(f"{gib:5.1f} GiB")
-        parts.append(f"eta {'n/a' if left is None else tqdm.format_interval(left)}")
-        self.print(" | ".join(parts))
-        if extras:
-            words = " | ".join(f"{name} {value:.4g}" for name, value in extras.items())
-            self.print(f"     {words}")
+            line += f" | mfu {mfu:5.1%}"
+        line += f" | eta {eta} | lr {lr:.2e} | norm {norm:6.3f}"
+        if gib:
+            line += f" | {gib:5.1f} GiB"
+        for name, value in extras.items():
+            line += f" | {name} {value:.4g}"
+        while sys.stdout.isatty() and len(line) > shutil.get_terminal_size().columns:
+            line, _, _ = line.rpartition(" | ")
+        self.print(line)
 
     def _count_skipped_or_refuse(self, step, name, value):
         """Counts a step that Training.update skipped because of a figure.
@@ -346,7 +306,7 @@ class Logger:
         """
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > (self.max_skipped or 0):
+        if self.cfg.precision == "fp16" or self.skipped_in_a_row > self.cfg.max_skipped_steps:
             self.refuse(step, name, value)
         self.record("skipped", step, in_a_row=self.skipped_in_a_row, in_all=self.skipped)
         self.warn(
@@ -354,12 +314,17 @@ class Logger:
         )
 
     def refuse(self, step, name, value):
-        """Raises NotFinite unless the figure is finite; None passes."""
-        if value is not None and not math.isfinite(value):
-            last = "yet" if self.saved_at is None else f"since step {self.saved_at}"
-            raise NotFinite(
-                f"step {step}: the {name} is {value}; nothing was saved {last}; try a lower --lr"
-            )
+        """Raises NotFinite unless the figure is finite; it says what may be known of the cause."""
+        if math.isfinite(value):
+            return
+        last = "yet" if self.saved_at is None else f"since step {self.saved_at}"
+        spoilt = [n for n, p in self.model.named_parameters() if not local(p).isfinite().all()]
+        raise NotFinite(
+            f"step {step}: the {name} is {value}; nothing was saved {last}; "
+            f"parameters that are not finite now: {listed(spoilt) or 'none'}; "
+            f"try a lower --lr, or --attention=flash (it was {self.cfg.attention}); "
+            "experiments/norms.patch shows norms before it"
+        )
 
     def _look_for_spike(self, step, loss):
         """Warns of a loss far above the mean of SETTLED steps before it.
@@ -372,9 +337,10 @@ class Logger:
             if z > SPIKE:
                 self.recent_losses.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
-                saved = "none yet" if self.saved_at is None else f"step {self.saved_at}"
-                words = f"{z:.1f} sigma above its mean {mean:.4f}; last checkpoint: {saved}"
-                self.warn(f"step {step}: loss {loss:.4f} is {words}")
+                words = f"{z:.1f} sigma above its mean {mean:.4f}"
+                self.warn(
+                    f"step {step}: loss {loss:.4f} is {words}; last saved step: {self.saved_at}"
+                )
         self.recent_losses.append(loss)
 
 

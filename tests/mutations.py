@@ -121,8 +121,9 @@ MUTATIONS = [
     Mutation("run/evaluate.py", "deviations = amounts - mean * units",
              "deviations = amounts - amounts.mean()", "a standard error for rows of one length",
              "test_validate.py -k scatter"),
-    Mutation("run/figures.py", "parallel.sum_over_ranks(tensor) / figures.ranks", "tensor",
-             "the loss of rank 0 is logged", "test_parallel.py -k any_mode"),
+    Mutation("run/figures.py", "parallel.sum_over_ranks(torch.stack(figures))",
+             "torch.stack(figures) * self.ranks", "the loss of rank 0 is logged",
+             "test_parallel.py -k any_mode"),
     Mutation("run/sampling.py", "F.pad(k.to(v.dtype), (0, MARKS))",
              "F.pad(k.to(v.dtype), (0, MARKS), value=NO_KEY)", "a cache hides what it holds",
              "test_sampling.py"),
@@ -131,7 +132,7 @@ MUTATIONS = [
     Mutation("hellaswag.py", "targets[b, start - 1 : len(row) - 1] = row[start:]",
              "targets[b, start : len(row) - 1] = row[start + 1 :]",
              "the first token of an ending is not scored", "test_hellaswag.py -k one_row"),
-    Mutation("measure/language_model.py", " & (targets >= 0)", "",
+    Mutation("measure/harness.py", " & (targets >= 0)", "",
              "tokens before a continuation count as wrong", "test_harness.py -k greedy"),
 ]  # fmt: skip
 

@@ -14,20 +14,19 @@ from test_hellaswag import made_up
 
 import convert
 import hellaswag
-from configurator import configure
 from corpus import tokenizer as tokenizers
-from measure import harness
 from model import build
-from run import sampling, trained
-from settings import GPTConfig, TrainedConfig
-from system.errors import UserError
+from run import sampling
+from settings import GPTConfig
 
 installed = pytest.importorskip("lm_eval", reason="needs lm_eval: docs/checkpoints.md")
 import datasets  # noqa: E402
 from lm_eval import tasks  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from measure.language_model import LanguageModel  # noqa: E402
+from measure import harness  # noqa: E402
+
+harness.BATCH_TOKENS = 300  # several batches
 
 SHAPE = dict(vocab_size=257, vocab_multiple=1, block_size=64, n_layer=2, n_head=4, n_embd=32)
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
@@ -56,13 +55,13 @@ def checkpoint_of(folder, **changes):
 
 
 def language_model(folder, **options):
-    _, *loaded = trained.load(TrainedConfig(checkpoint=str(folder), device="cpu", precision="fp32"))
-    return LanguageModel(*loaded, **options)
+    options |= dict(checkpoint=str(folder), device="cpu", precision="fp32")
+    return harness.LanguageModel(harness.Settings(**options))
 
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory):
-    return language_model(checkpoint_of(tmp_path_factory.mktemp("once"), **ONCE), batch_tokens=300)
+    return language_model(checkpoint_of(tmp_path_factory.mktemp("once"), **ONCE))
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
@@ -72,7 +71,7 @@ def test_equals_the_harness_on_the_export(changes, tmp_path):
 
     folder, to = str(checkpoint_of(tmp_path / "run", **changes)), str(tmp_path / "hf")
     convert.main(convert.Config(checkpoint=folder, to_hf=to))
-    ours = language_model(folder, batch_tokens=300)
+    ours = language_model(folder)
     theirs = HFLM(pretrained=to, dtype="float32", device="cpu", batch_size=1)
     a, b = (m.loglikelihood(asked("loglikelihood", PAIRS)) for m in (ours, theirs))
     assert [score for score, _ in a] == pytest.approx([score for score, _ in b], rel=1e-5)
@@ -127,7 +126,7 @@ def test_texts_are_those_without_a_cache(once, sampled):
 def test_a_separator_may_precede_each_text(once, monkeypatch):
     pairs = [("the man", " walks his dog"), ("", "a bike")]
     plain = once.loglikelihood(asked("loglikelihood", pairs))
-    monkeypatch.setattr(once, "bos", True)
+    monkeypatch.setattr(once.cfg, "bos", True)
     (score, _), empty = once.loglikelihood(asked("loglikelihood", pairs))
     row = torch.tensor([[256, *b"the man walks his dog"]])
     logp = once.model.logits(row[:, :-1]).log_softmax(-1).gather(2, row[:, 1:, None])
@@ -137,9 +136,7 @@ def test_a_separator_may_precede_each_text(once, monkeypatch):
 
 def answers(folder, parallel):
     """In a rank: the scores, and texts that are sampled."""
-    cfg = TrainedConfig(checkpoint=folder, device="cpu", precision="fp32", parallel=parallel)
-    _, *loaded = trained.load(cfg)
-    model = LanguageModel(*loaded, batch_tokens=200, seed=3)
+    model = language_model(folder, parallel=parallel)
     found = model.loglikelihood(asked("loglikelihood", PAIRS[:8]))
     if parallel == "ddp":
         given = dict(until=[], max_gen_toks=8, do_sample=True, temperature=1.0)
@@ -191,6 +188,3 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared))
     assert found["acc,none"] == expected["acc"]
     assert "|made_up|" in capsys.readouterr().out.replace(" ", "")
-    words[1] = "--tasks=made_up,nope"
-    with pytest.raises(UserError, match="the harness has no nope"):
-        harness.main(configure(harness.Config, words))

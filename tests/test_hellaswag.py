@@ -111,7 +111,7 @@ def test_contexts_and_endings_of_no_token(across):
     for row, start in zip(prepared.rows, prepared.starts):
         assert row[0] == across.eot and start == 1
     nothing = lambda texts: [np.arange(3) for _ in texts]
-    with pytest.raises(UserError, match="no token"):
+    with pytest.raises(UserError, match="0 tokens"):
         hellaswag.prepare([example], types.SimpleNamespace(name="x", encode_batch=nothing), 32)
 
 
@@ -121,15 +121,13 @@ def test_a_long_context_is_cut_on_its_left():
     prepared = hellaswag.prepare([example], tokenizer, 32)
     assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
-    with pytest.raises(UserError, match="example 0: an ending of 41 tokens exceeds block_size=32"):
+    with pytest.raises(UserError, match="example 0: an ending of 41 tokens"):
         hellaswag.prepare([{**example, "endings": ["c" * 40] * 4}], tokenizer, 32)
 
 
 @pytest.mark.parametrize("line", [
     '{"ctx": "a", "endings"',
     '{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}',
-    '{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 0}',
-    '{"ctx": "a", "endings": ["b", "", "d", "e"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}',
     b'{"ctx": "\xff"}',
 ])  # fmt: skip
@@ -164,8 +162,9 @@ def test_a_missing_or_empty_file_is_a_mistake_and_a_dead_network_is_not(tmp_path
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(hellaswag.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(hellaswag, "CACHE", tmp_path / "cache/hellaswag_val.jsonl")
     with pytest.raises(hellaswag.Unavailable, match="cannot be downloaded .*no network"):
-        hellaswag.download(tmp_path / "cache")
+        hellaswag.load()
     assert not (tmp_path / "cache").exists()
 
 
@@ -175,7 +174,7 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     path.write_text("".join(json.dumps(example) + "\n" for example in made_up(25)))
     prepared = hellaswag.prepare(made_up(20), tokenizers.load("bytes"), 128)
     # a rank without a batch takes part
-    assert len(list(hellaswag.batches(prepared, 256, 128))) % 2 == 1
+    assert len(list(hellaswag.batches(prepared.rows, 256, 128))) % 2 == 1
     save_model(tmp_path / "run", model, model.cfg)
     other = small(seed=2)
     save_model(tmp_path / "other", other, other.cfg)
@@ -184,13 +183,12 @@ def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, mod
     run = lambda number, *more: ranks.run(number, [*words, *more], "hellaswag.py")
     alone, both = run(0), run(2, f"--parallel={mode}")
     assert alone.returncode == both.returncode == 0, both.stderr
-    score, count, _ = both.outputs[0].rsplit(" | ", 2)
-    assert [score, count] == alone.stdout.rsplit(" | ", 2)[:2]
-    assert count == "20 examples, rows cut: 0" and both.outputs[1] == both.stderr == ""
+    assert both.outputs[0] == alone.stdout and both.outputs[1] == both.stderr == ""
+    assert alone.stdout.endswith("n 20 | truncated 0 | spanned 0\n")
     done = run(0, f"--against={tmp_path}/other")
     one, two = (evaluated(m, prepared, 256)[1]["acc_norm"] for m in (model, other))
     gain = one.astype(float) - two
-    difference = f"acc_norm {gain.mean():+.4f} ±{gain.std() / 20**0.5:.4f}"
+    difference = f"acc_norm {gain.mean():.4f} ±{gain.std() / 19**0.5:.4f}"
     assert gain.any() and done.stdout.splitlines()[1].count(difference), done.stdout + done.stderr
     path.write_text("{")
     broken = run(2)

@@ -24,7 +24,8 @@ WORLD = World(0, 1, torch.device("cpu"))
 
 def make(tmp_path, log_interval=1, settings=None, **options):
     cfg = Config(max_steps=1000, log_interval=log_interval, **settings or {})
-    log = Logger(WORLD, cfg, max_skipped=0)
+    log = Logger(WORLD, cfg)
+    log.last, log.width = "/1000", 4
     (tmp_path / "run").mkdir(exist_ok=True)
     log.analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.open(tmp_path / "run", {"log_interval": log_interval}, **options)
@@ -35,7 +36,9 @@ def take(log, step, seconds, loss=3.0, norm=1.0, tokens=None, **extras):
     """A step of 1,000 tokens in `seconds`; the last figure is the time of the step before."""
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
-    means = SimpleNamespace(get=lambda: (loss, norm, extras, [0.0]), moment=moment)
+    means = SimpleNamespace(
+        get=lambda: (loss, norm, extras, [0.0]), later=SimpleNamespace(moment=moment)
+    )
     log._read(logger.Launched(step, tokens or 1000 * step, 1e-3, began, means))
 
 
@@ -69,11 +72,11 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     for step in (2, 3):
         log.record("train", step, loss=1.0)
     log.file = kept
-    log.record("val", 4, loss=1.0, folders={"a": {"stderr": math.nan}})
+    log.record("val", 4, loss=1.0, folders={"a": {"bpb": math.nan}})
     out = capsys.readouterr().out
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
-    assert lines(tmp_path)[1]["folders"] == {"a": {"stderr": None}}
+    assert lines(tmp_path)[1]["folders"] == {"a": {"bpb": None}}
 
 
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
@@ -86,7 +89,7 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     log._look_for_spike(401, 2.0)
     [warning] = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: step 400: loss 2.0000 is ")
-    assert warning.endswith("last checkpoint: step 150")
+    assert warning.endswith("150")
     _, line = lines(tmp_path)
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
 

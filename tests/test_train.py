@@ -294,8 +294,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    download = functools.partial(hellaswag.download, tmp_path / "cache")
-    monkeypatch.setattr(hellaswag, "download", download)
+    monkeypatch.setattr(hellaswag, "CACHE", tmp_path / "cache")
     log = train_here(data_dir, tmp_path / "b", **settings)
     assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
