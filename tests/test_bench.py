@@ -323,7 +323,6 @@ def test_memory_has_the_shape_of_other_peoples_weights(tmp_path, capsys):
     (["step", "--stepss=3"], "stepss"),
     (["step", *TINY, "--precision=fp8"], "precision=fp8"),
     (["step", *TINY, "--steps=-1"], "steps=-1"),
-    (["step", *TINY, "--trace=no/where/a.json"], "no/where"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
     with pytest.raises(UserError, match=message) as error:
