@@ -181,7 +181,8 @@ def clip_gradients(model, limit, factor=None):
     factor = square.new_ones(()) if factor is None else factor.to(square)
     norm = square.sqrt() * factor
     if limit is not None:
-        factor = factor * (limit / (norm + 1e-6)).clamp(max=1)
+        scale = (limit / (norm + 1e-6)).clamp(max=1)
+        factor = factor * scale.nan_to_num(0)  # else each parameter would be NaN, as one is
     if not (factor.is_cpu and factor == 1):  # there, a multiplication by 1 is 1/4 of an update
         torch._foreach_mul_(own, factor)
     return norm

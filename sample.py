@@ -33,6 +33,9 @@ class Config(TrainedConfig):
     cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them anew
     seed: int = 1337  # of the first sample; +1 for each next one
 
+    # nanoGPT's names, and what is meant here
+    others_names = {"start": "prompt", "out_dir": "checkpoint", "num_samples": "n_samples"}
+
 
 def main(cfg):
     least = {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}

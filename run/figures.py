@@ -73,12 +73,16 @@ class Means:
     later: parallel.Later
 
     def get(self):
-        """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end."""
+        """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end.
+
+        The loss is None where the step had no target.
+        """
         figures = self.figures
         part, targets, *values = self.later.get()
-        targets = max(targets, 1.0 / figures.ranks)  # of a rank, on average
-        loss = part * (figures.batch_tokens / figures.ranks / targets)
-        extras = {name: value / targets for name, value in zip(figures.names, values)}
+        loss = None  # targets: of a rank, on average
+        if targets:
+            loss = part * (figures.batch_tokens / figures.ranks / targets)
+        extras = {name: value / (targets or 1) for name, value in zip(figures.names, values)}
         norm, *own = values[len(extras) :]
         return loss, norm, extras, dict(zip(self.own, own))
 

@@ -250,7 +250,10 @@ class Logger:
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
         self._log_line(launched, loss, norm, extras)
-        if not math.isfinite(loss):
+        if loss is None:
+            what = "no token of its rows is a target; the weights move by momentum and decay alone"
+            self.warn(f"step {launched.step}: {what}; try a larger --block_size or --batch_tokens")
+        elif not math.isfinite(loss):
             self._count_skipped_or_refuse(launched.step, "loss", loss)
         elif self.cfg.precision != "fp16" and not math.isfinite(norm):  # fp16's scaler skips
             self._count_skipped_or_refuse(launched.step, "gradient norm", norm)
@@ -286,7 +289,8 @@ class Logger:
         eta = "n/a"
         if launched.seconds:
             eta = tqdm.format_interval(launched.seconds / share - launched.seconds)
-        line = f"step {step:>{self.width}}{self.last} | loss {loss:8.4f} | {ms:8,.1f} ms"
+        shown = "     n/a" if loss is None else f"{loss:8.4f}"
+        line = f"step {step:>{self.width}}{self.last} | loss {shown} | {ms:8,.1f} ms"
         line += f" | {rate:>9,.0f} tok/s"
         if mfu is not None:
             line += f" | mfu {mfu:5.1%}"

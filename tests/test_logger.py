@@ -15,6 +15,7 @@ import torch
 from conftest import flags, read_log, train_here
 
 from run import logger
+from run.figures import Figures
 from run.logger import SETTLED, Logger
 from scale.parallel import World
 from settings import Config
@@ -77,6 +78,16 @@ def test_a_full_disk_under_the_log_costs_its_lines(tmp_path, capsys):
     assert out.count("warning: /dev/full: No space left on device; training goes on") == 1
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
     assert lines(tmp_path)[1]["folders"] == {"a": {"bpb": None}}
+
+
+def test_a_step_without_a_target_has_no_loss(tmp_path, capsys):
+    figures = Figures(batch_tokens=1000, ranks=1)
+    totals = figures.sums(torch.tensor(0.0), 0, {"aux": 1.0})
+    loss, norm, extras, own = figures.over_ranks(totals, torch.tensor(0.0), {"own": 2.0}).get()
+    assert (loss, norm, extras, own) == (None, 0.0, {"aux": 0.0}, {"own": 2.0})
+    take(make(tmp_path), 1, 1.0, loss=loss)
+    assert "warning: step 1: no token" in capsys.readouterr().out
+    assert lines(tmp_path)[-1]["loss"] is None
 
 
 def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """run/sampling.py: a KV cache changes no token; models that it does not suit; text in pieces."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from fast import forms
 from model import GPT, Attention, Block, LearnedPositions, build
 from run import sampling
 from run.build import compile_model
+from system.errors import UserError
 
 GPU = pytest.mark.gpu
 GROUPED = dict(
@@ -149,6 +152,13 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
     assert graphs > 0 and torch.equal(sampling.generate(model, ids, 8, temperature=0), expected)
     assert model(ids, ids)[0] == loss and counters["stats"]["unique_graphs"] == graphs
     assert [list(vars(module)) for module in model.modules()] == before
+
+
+def test_weights_that_are_nan_give_no_text():
+    model = random_model()
+    model.wte.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="NaN"):
+        next(sampling.steps(model, prompt(1, 3), 2))
 
 
 def test_top_k_and_temperature():
