@@ -169,7 +169,7 @@ def fingerprint(folders, digest_of):
         lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
         known = listed(folder)
         paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".mask"))
-        with ThreadPool(8) as pool:
+        with as_user_error(f"{folder} cannot be read", DataError), ThreadPool(8) as pool:
             lines += pool.starmap(digest_of, [(path, known.get(path.name)) for path in paths])
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -116,7 +116,8 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
             width = min(limit, math.ceil(n / 64) * 64)  # an edit may merge two or four tokens
             window = F.pad(ids[:, -n:], (0, width - n))  # of whose zeros causal attention sees none
             with torch.compiler.set_stance("force_eager"):
-                logits = model.logits(window, slice(n - 1, n))[:, 0]  # (B, V)
+                last = torch.tensor([n - 1], device=ids.device)
+                logits = model.logits(window, last)[:, 0]  # (B, V)
         if before is None and logits.isnan().any():  # at first only, since the host waits for it
             raise UserError("the logits are NaN: the weights are not finite, or overflow")
         new = draw_token(logits, temperature, top_k, generator)

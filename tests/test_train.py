@@ -67,20 +67,6 @@ def test_validation_is_the_same_for_any_batch_size(data_dir, tmp_path):
     assert losses(runs[0], "val")[0] == pytest.approx(losses(runs[1], "val")[0], rel=1e-6)
 
 
-def test_a_batch_size_that_is_chosen_is_recorded_and_gives_the_same_run(data_dir, tmp_path):
-    """All 16 rows of a step on the CPU; a resumed run may have another one."""
-    auto = train_here(data_dir, tmp_path / "a", batch_size="auto", eval_interval=6)
-    assert json.loads((tmp_path / "a/config.json").read_text())["batch_size"] == 16
-    given = train_here(data_dir, tmp_path / "b", batch_size=16, eval_interval=6)
-    for kind in ("train", "val"):
-        assert losses(auto, kind) == losses(given, kind) != {}
-    a, b = (load_checkpoint(tmp_path / run / "step_00000012")[0] for run in "ab")
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
-    copied(tmp_path / "a", 8, tmp_path / "c")
-    again = train_here(data_dir, tmp_path / "c", batch_size=2, resume="auto", eval_interval=6)
-    assert losses(again) == pytest.approx({n: losses(auto)[n] for n in (9, 10, 11, 12)}, rel=1e-5)
-
-
 def test_overfits_one_batch(data_dir, tmp_path):
     settings = dict(overfit=True, max_steps=150, lr=1e-2, batch_tokens=128, save_interval=0)
     log = train_here(data_dir, tmp_path / "run", **settings)

@@ -96,7 +96,7 @@ def test_mistakes(shards, tmp_path):
     train_here(shards, tmp_path / "a", max_steps=1, save_interval=1, vocab_size=50257)
     for settings, words, word in [
         ({}, [], "folders"),
-        (dict(checkpoint="out/a", against="out/missing"), [str(shards)], "out/missing"),
+        (dict(checkpoint=f"{tmp_path}/a", against="out/missing"), [str(shards)], "out/missing"),
         (dict(checkpoint=f"{tmp_path}/a", tokenizer="gpt2"), [str(shards)], "the model gpt2"),
     ]:
         cfg = validate.Config(**settings, device="cpu")

@@ -99,6 +99,15 @@ def over_ranks(folder, runs, ports):
     return found
 
 
+def begun(folder, words):
+    """(exit code, words, what was printed) of a run of the sources in a folder."""
+    use(folder)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code, error = run(words)
+    return code, error, said.getvalue()
+
+
 def find(module, name):
     patches = importlib.import_module(module).PATCHES
     return next(patch for patch in patches if patch.name == name)
