@@ -26,7 +26,7 @@ REPLAYED = {
     "llama": f"--precision=bf16 --batch_tokens=1536 --optimizer=muon {LLAMA}",
     "fp8": "--precision=fp8 --batch_tokens=1024",
     "fp16": "--precision=fp16 --batch_tokens=1024",
-    "growing": "--precision=tf32 --batch_tokens=1024 --masked --growing",
+    "growing": "--precision=tf32 --batch_tokens=1024 --growing",
     "shorter": "--precision=bf16 --batch_tokens=1024 --shorter",
     "compiled": "--precision=bf16 --batch_tokens=1024 --compile=True",
 }
@@ -51,10 +51,11 @@ def both_ways(more, device="cuda"):
     """[(losses and norms, weights) of launched steps, the same of replayed ones].
 
     On the CPU, where the capture is imitated, the model is smaller. --growing: one micro-step in
-    each of the first four steps, the last of which is replayed. --shorter: rows half as long in the
+    each of the first four steps, the last of which is replayed; each micro-batch has another share
+    of targets that do not count, one in four none that does. --shorter: rows half as long in the
     first two steps, the second of which is replayed, and later the fourth.
     """
-    own = ("--masked", "--growing", "--shorter")
+    own = ("--growing", "--shorter")
     words = [*WORDS, *(word for word in more if word not in own), f"--device={device}"]
     words += ["--n_embd=64", "--block_size=32"] if device == "cpu" else []
     world = parallel.start(device)
@@ -62,12 +63,8 @@ def both_ways(more, device="cuda"):
     return [six_steps(configure(Config, words), world, graph, *given) for graph in (False, True)]
 
 
-def six_steps(cfg, world, graph, masked, growing, shorter):
-    """([loss and norm of each step], {name: weight}) on the same random batches.
-
-    masked: each micro-batch has another share of targets that do not count, one in four none that
-    does.
-    """
+def six_steps(cfg, world, graph, growing, shorter):
+    """([loss and norm of each step], {name: weight}) on the same random batches."""
     cfg.cuda_graph = graph
     own, _ = train.choose(cfg, world.device)
     job = train.Training(own, world)
@@ -82,7 +79,7 @@ def six_steps(cfg, world, graph, masked, growing, shorter):
         x, y = row[:, :-1], row[:, 1:]
         if shorter and job.state.step < 2:
             x, y = (t.reshape(-1, cfg.block_size // 2) for t in (x, y))
-        return x, y.masked_fill(y % 4 > x[0, 0] % 4 - 1, -100) if masked else y
+        return x, y.masked_fill(y % 4 > x[0, 0] % 4 - 1, -100) if growing else y
 
     found = []
     for step in range(6):
@@ -125,7 +122,7 @@ def imitate(put):
     put(cuda_graph.GraphedMicroStep, "capture", capture)
 
 
-GROWING = ["--batch_tokens=768", "--masked", "--growing"]
+GROWING = ["--batch_tokens=768", "--growing"]
 
 
 @pytest.mark.parametrize("more", [GROWING, ["--batch_tokens=256", "--shorter"]])

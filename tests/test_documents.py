@@ -22,8 +22,7 @@ from system.errors import UserError
 EOT = 7
 T = torch.Tensor
 GROUPED = dict(block_size=48, n_layer=3, n_kv_head=2, **LLAMA)
-KINDS = [("apart", "none", "graphs"), ("varlen", "selective", "graphs")]
-KINDS += [slow("varlen", "block", "graphs")]
+KINDS = [("apart", "none"), ("varlen", "selective"), slow("varlen", "block")]
 COMPILED = dict(parallel="fsdp", n_kv_head=1, remat="block", compile=True)
 
 
@@ -144,7 +143,8 @@ def test_a_packed_row_is_its_documents_alone(way):
     torch.testing.assert_close(grads, refs, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("way, kind, compiler", KINDS, indirect=["way", "compiler"])
+@pytest.mark.parametrize("compiler", ["graphs"], indirect=True)
+@pytest.mark.parametrize("way, kind", KINDS, indirect=["way"])
 def test_compiled_equals_eager_and_is_compiled_once(way, compiler, kind):
     """For batches of one to as many documents as tokens, with and without gradients."""
     eager, model = (build(small(**GROUPED), CPU, seed=3) for _ in range(2))
@@ -225,9 +225,7 @@ def test_context_parallel_equals_one_process(short_documents, tmp_path, settings
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize(
-    "kv_heads, D, B, T", [(8, 64, 2, 999), (2, 128, 1, 8192), (1, 128, 2, 500)]
-)
+@pytest.mark.parametrize("kv_heads, D, B, T", [(8, 64, 2, 1000), (1, 128, 1, 8192)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen_on_a_gpu(dtype, bound, kv_heads, D, B, T, compiled):
     """torch's kernel, forward and backward, against documents alone, its numbers in float32."""

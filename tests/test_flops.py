@@ -66,15 +66,6 @@ def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
 
 
-def test_reasons_of_plain_calls(monkeypatch):
-    found, cfg = analysed(n_hidden=100)
-    assert found.calls["mlp", "a width is no multiple of 8"] == 3
-    found, _ = analysed(precision="fp32")
-    assert all(reason == "computed in float32" for _, reason in found.calls)
-    monkeypatch.setattr(forms, "enabled", set())
-    assert all(reason == "no fused kernels here" for _, reason in analysed()[0].calls)
-
-
 def test_an_edited_model_is_counted_as_it_is(monkeypatch):
     """An extra layer, another activation, and the last block left out."""
     init, plain = models.Block.__init__, analysed()[0]

@@ -271,10 +271,7 @@ def a_width():
 
 @edit
 def fails():
-    def change(model, idx, targets, loss):
-        raise ValueError("no")
-
-    loss_is(change)
+    models.GPT.forward = None
 
 
 @edit
@@ -306,7 +303,6 @@ CASES = [
     ("own_generator", 0, {}, "refused: resume", None),
     ("own_generator", 0, dict(save_interval=0), PASSES, None),
     ("unseeded_generator", 0, BLOCK, "not proved", None),
-    ("random_depth", 0, BLOCK, PASSES, None),
     ("random_depth", 2, FSDP, PASSES, None),
     ("skipped_blocks", 2, FSDP, "refused: parallel=fsdp", None),
     ("parameter_of_another_block", 2, FSDP, "refused: parallel=fsdp", None),
