@@ -134,6 +134,17 @@ def test_bf16_weights_equal_one_process(data_dir, tmp_path, alone):
     assert two == pytest.approx(one, rel=2e-4)
 
 
+def seed_after_training(words):
+    assert train_in_rank(words) == (0, "")
+    return torch.initial_seed()
+
+
+def test_each_rank_draws_its_own_numbers(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "run", dropout=0.1, max_steps=2, save_interval=0)
+    first, second = ranks.call(2, seed_after_training, words)
+    assert first != second
+
+
 def time_limits_in_rank(words):
     """Seconds after which this rank gives up, in the world and in a sharded model's groups."""
     cfg = configure(Config, words)
