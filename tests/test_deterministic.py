@@ -6,49 +6,31 @@ import torch
 from compare import LLAMA, slow
 from conftest import flags, load_checkpoint, train_here
 
-import model as models
+from fast.chips import best_attention
 from scale import parallel
-from settings import Config
 
 GPT = dict(n_embd=768, n_head=12, block_size=256, batch_size=16, batch_tokens=8192, max_steps=5)
 GPT["save_interval"] = 5
 GROUPED = GPT | LLAMA | dict(n_kv_head=4)
 RUNS = {"gpt": GPT, "fp8": GPT | dict(precision="fp8", dropout=0.1)}
-RUNS |= {
-    "documents": GROUPED | dict(document_mask=True),
-    "compiled": slow(GPT | dict(compile=True)),
-}
+RUNS |= {"documents": GROUPED | dict(document_mask=True)}
 RUNS |= {"remat": GROUPED | dict(remat="attention", optimizer="muon")}
-
-
-@pytest.fixture
-def deterministic():
-    """The mode as parallel.join switches it on."""
-    parallel.make_deterministic()
+RUNS |= {"compiled": slow(GPT | dict(compile=True))}
 
 
 def assert_same_bits(folder, step):
     """Of weights and moments in the checkpoints of two runs, a and b."""
-    (a, state), (b, _) = (load_checkpoint(folder / run / f"step_{step:08}") for run in "ab")
-    weights = [*models.on_meta(Config(**state["config"])).parameters()]
+    a, b = (load_checkpoint(folder / run / f"step_{step:08}")[0] for run in "ab")
     for kind in ("model", "optimizer"):
-        assert len(a[kind]) >= len(weights)
+        assert a[kind]
         torch.testing.assert_close(a[kind], b[kind], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path, on, deterministic):
-    torch.use_deterministic_algorithms(False)
+def test_two_runs_on_a_cpu_are_equal(data_dir, tmp_path):
     for name in "ab":
-        train_here(
-            data_dir,
-            tmp_path / name,
-            dropout=0.1,
-            shuffle_seed=1,
-            eval_interval=6,
-            deterministic=on,
-        )
-        assert torch.are_deterministic_algorithms_enabled() == on
+        options = dict(dropout=0.1, shuffle_seed=1, eval_interval=6, deterministic=True)
+        train_here(data_dir, tmp_path / name, **options)
+        assert torch.are_deterministic_algorithms_enabled()
     assert_same_bits(tmp_path, 12)
 
 
@@ -65,9 +47,8 @@ def test_two_runs_on_a_gpu_are_equal(data_dir, tmp_path, settings):
     assert_same_bits(tmp_path, 5)
 
 
-def test_attention_is_not_cudnns(monkeypatch, deterministic):
-    from fast.chips import best_attention
-
+def test_attention_is_not_cudnns(monkeypatch):
+    parallel.make_deterministic()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)

@@ -13,7 +13,6 @@ compared, which without the edit are clearly others.
 
 import contextlib
 import functools
-import importlib
 import sys
 import tempfile
 import types
@@ -24,7 +23,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from compare import DEVICE, GPU, LLAMA, error, repeated, runs_kernels, slow
+from compare import DEVICE, GPU, LLAMA, error, runs_kernels, slow
 from conftest import ROOT, compile_to_graphs, stand_in_for_cublas
 from stepping import take_step
 from torch._dynamo import external_utils, symbolic_convert
@@ -47,9 +46,8 @@ LOSS, CHANGE, OTHER = 2e-3, 3e-2, 0.25  # relative; see above
 LOSS_FP8, ALIKE = (1e-2, 0.95) if GPU else (4e-2, 0.85)  # relative; cosine of changes
 
 STEPS, ROWS, SEPARATOR = 2, 2, 7
-SHAPE = dict(
-    n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, batch_size=2, clip=None, compile=GPU
-)
+SHAPE = dict(n_layer=2, n_head=4, vocab_size=200, vocab_multiple=8, clip=None)
+SHAPE |= dict(batch_size=2, compile=GPU)
 SHAPE |= dict(n_embd=256, block_size=128) if GPU else dict(n_embd=64, block_size=8)
 TILE = 64 if GPU else 8
 GROUPED = dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
@@ -60,6 +58,7 @@ two_ranks = pytest.mark.skipif(
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
 ATTEND = "x = x + self.dropout(self.attn(self.norm_1(x), idx, positions))\n"
+ATTEND_OF_TWO = "y, first = self.attn(self.norm_1(x), idx, positions, first)\n        x = x + y\n"
 TRANSFORM = "x = x + self.dropout(self.mlp(self.norm_2(x)))\n"
 BLOCK = "    def forward(self, x, idx, positions):\n        x = x + "
 ATTENTION = "    def forward(self, x, idx, positions):\n        q, k, v ="
@@ -69,12 +68,9 @@ GATE = "y = self.gate(y.transpose(1, 2), x).flatten(2)  # (B, T, H D)\n"
 LOOP = """        for mix, block in self.layers:
             x = block(mix(x, embedded), idx, positions)
 """
-HEAD = "        self.head = Head(cfg)\n"
-OTHER_CORE = (
-    "core = lambda _, q, k, v, *__: F.scaled_dot_product_attention(q, k, v, "
-    "is_causal=True, scale=1)"
-)
-NORMALIZED = "return F.normalize(self.last(self.norm(x)), dim=-1) * x.size(-1) ** 0.5\n"
+LOOP_OF_TWO = LOOP.replace("x =", "x, first =").replace("positions)", "positions, first)")
+HEAD_GATE = "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n"
+GATED = "y = (self.head_gate(x).sigmoid().mT.unsqueeze(-1) * y).transpose(1, 2).flatten(2)\n"
 NORMED = CORE.replace("y = ", "q, k = self.q_norm_2(q), self.k_norm_2(k)\n        y = ")
 LORA = """class LoRA(Linear):
     def __init__(self, width, out, bias):
@@ -100,51 +96,25 @@ EDITS = {
         (ATTEND, "h = self.norm_1(x)\n"),  # norm_2 is left without a use, as in PaLM
         (TRANSFORM, "x = x + self.attn(h, idx, positions) + self.mlp(h)\n"),
     ],
-    "post-norm": [
-        (ATTEND, "x = self.norm_1(x + self.attn(x, idx, positions))\n"),
-        (TRANSFORM, "x = self.norm_2(x + self.mlp(x))\n"),
-    ],
     "another activation": [('{"gelu": kernels.gelu,', '{"gelu": torch.sin,')],
-    "a gate for each head": [  # before the transposition: another layout of attention's gradient
-        (
-            ATTENTION_PROJ,
-            ATTENTION_PROJ + "        self.head_gate = Linear(cfg.n_embd, cfg.n_head)\n",
-        ),
-        (
-            GATE,
-            "y = (torch.sigmoid(self.head_gate(x)).mT.unsqueeze(-1) * y).transpose(1, "
-            "2).flatten(2)\n",
-        ),
-    ],
+    # before the transposition: another layout of attention's gradient
+    "a gate for each head": [(ATTENTION_PROJ, ATTENTION_PROJ + HEAD_GATE), (GATE, GATED)],
     # the first block's values go on to all others: a block takes and returns two tensors
     "value residual": [
         (ATTENTION, ATTENTION.replace("positions)", "positions, first)")),
         (CORE, "        v = v if first is None else 0.5 * (v + first)\n" + CORE),
         ("return self.proj(y)\n", "return self.proj(y), v if first is None else first\n"),
         (BLOCK, BLOCK.replace("positions)", "positions, first)")),
-        (
-            ATTEND,
-            "update, first = self.attn(self.norm_1(x), idx, positions, first)\n        x = x + "
-            "update\n",
-        ),
+        (ATTEND, ATTEND_OF_TWO),
         (TRANSFORM + "        return x\n", TRANSFORM + "        return x, first\n"),
-        (
-            LOOP,
-            "        first = None\n"
-            + LOOP.replace("x =", "x, first =").replace("positions)", "positions, first)"),
-        ),
+        (LOOP, "        first = None\n" + LOOP_OF_TWO),
     ],
     "a second norm on q and k": second_norms("nn.RMSNorm(cfg.head_size)"),
     "a fused norm on q and k": second_norms("RMSNorm(cfg.head_size, cfg.norm_eps)"),
     "norms without weights": [
         ("LayerNorm(cfg.n_embd, cfg.norm_eps, bias=cfg.bias)", "RMSNorm(cfg.n_embd, None, False)")
     ],
-    "a layer before the head": [
-        (HEAD, HEAD + "        self.last = Linear(cfg.n_embd, cfg.n_embd)\n"),
-        ("return self.norm(x)\n", NORMALIZED),
-    ],
     "a skipped layer": [(LOOP, LOOP.replace("self.layers", "self.layers[::2]"))],
-    "another attention": [("core = staticmethod(kernels.attention)", OTHER_CORE)],
     "a weight used twice": [
         (TRANSFORM, TRANSFORM + "        x = x + F.linear(x, self.attn.proj.weight)\n")
     ],
@@ -157,33 +127,17 @@ DEFINITIONS = {
         "F.linear(x, forms.weight_of(self), self.bias)",
         "F.linear(1.5 * x, self.weight, self.bias)",
     ),
-    "qkv": ("q, k, v = layer(x).unflatten(", "q, k, v = layer(2 * x).unflatten("),
     "gelu": ('return F.gelu(x, approximate="tanh")', "return torch.sin(3 * x)"),
-    "relu2": ("return F.relu(x).square()", "return F.relu(x) ** 1.5"),
-    "swiglu": ("return F.silu(gate) * up", "return F.gelu(gate) * (up + 1)"),
     "mlp": ("return down(activation(up(x)))", "return down(activation(up(x))) + x"),
     "LayerNorm": ("self.weight, self.bias, self.eps)", "1.5 * self.weight, self.bias, self.eps)"),
-    "RMSNorm": ("self.weight, self.eps)", "0.5 + self.weight, self.eps)"),
-    "rope": ("return rotated(layer(x), cos, sin)", "return rotated(2 * layer(x), cos, sin)"),
     "rotated": (
         "    first, second = x.float()",
         "    x = 4 * F.normalize(x, dim=-1)\n    first, second = x.float()",
     ),
     "attention": ("    grouped = q.size(1)", "    q = q * 3\n    grouped = q.size(1)"),
-    "cross_entropy": ("return plain_loss(x, head.weight", "return plain_loss(3 * x, head.weight"),
-    "plain_loss": ("(F.linear(x, weight), targets", "(F.linear(x.sin(), weight), targets"),
-    "plain_cross_entropy": (
-        "reduction=reduction)\n",
-        "reduction=reduction, label_smoothing=0.6)\n",
-    ),
     "cap": ("softcap * torch.tanh(logits / softcap)", "softcap * torch.sin(2 * logits / softcap)"),
 }
-SHAPES = {name: GROUPED for name in ("swiglu", "RMSNorm", "rope", "rotated")}
-SHAPES |= {
-    "relu2": dict(mlp="relu2"),
-    "cap": dict(softcap=2.0),
-    "a second norm on q and k": GROUPED,
-}
+SHAPES = {"rotated": GROUPED, "cap": dict(softcap=2.0), "a second norm on q and k": GROUPED}
 PLAIN = {  # operations that run in plain PyTorch, and why; of all others not one does
     "another activation": {("mlp", "another activation"): 2},
     "a gate for each head": {("linear", "a width is no multiple of 8"): 2},
@@ -191,66 +145,41 @@ PLAIN = {  # operations that run in plain PyTorch, and why; of all others not on
     "LoRA": {("qkv", forms.OTHER_LAYER): 2},
 }
 
-# for the others nothing runs that does not run for one of these
-OFTEN = {
-    "attention and MLP in parallel",
-    "post-norm",
-    "another activation",
-    "a gate for each head",
-    "LoRA",
-}
-OFTEN |= {"value residual", "a fused norm on q and k", "a layer before the head", "a skipped layer"}
 TILES = dict(remat_tile=TILE, block_size=2 * TILE)
 ATTENTION = dict(remat="attention", remat_offload=True)
-# edits that run below with a remat, or over ranks, which take all paths of one process too
-ELSEWHERE = {"a second norm on q and k"}
-CASES = [(name, {}) for name in EDITS if name in OFTEN]
-CASES += [slow(name, {}) for name in EDITS if name not in OFTEN | ELSEWHERE]
-CASES += [("value residual", ATTENTION), ("value residual", dict(document_mask=True))]
-CASES += [("LoRA", dict(precision="fp8"))]
-CASES += [("a second norm on q and k", ATTENTION)]  # q and k in float32
-# there all
-CASES += [("value residual", dict(compile=True)), slow("LoRA", dict(compile=True))] * (not GPU)
-REMAT = [dict(remat="selective"), dict(remat="block"), dict(remat="block", remat_every=2)]
-REMAT += [dict(remat="selective") | TILES, ATTENTION | TILES]
-CASES += [slow("value residual", remat) for remat in REMAT]
-CASES += [slow("a second norm on q and k", ATTENTION | TILES)]
-CASES += [slow("a gate for each head", dict(document_mask=True))]
-CASES += [slow("value residual", dict(precision="fp8"))]
-# the others are slow
-AT_ONCE = ("Linear", "mlp", "attention", "rotated", "plain_cross_entropy", "RMSNorm")
-CASES += [(name, {}) for name in AT_ONCE]
-CASES += [slow(name, {}) for name in DEFINITIONS if name not in (*AT_ONCE, "gelu", "LayerNorm")]
-CASES += [("attention", mode) for mode in (dict(document_mask=True), dict(remat="block"))]
-CASES += [("rotated", dict(document_mask=True, remat="block")), ("gelu", dict(remat="selective"))]
-CASES += [
-    ("Linear", dict(precision="fp8")),
-    ("mlp", dict(remat="block") | TILES),
-    ("LayerNorm", ATTENTION),
+MASKED, FP8 = dict(document_mask=True), dict(precision="fp8")
+CASES = [
+    ("attention and MLP in parallel", {}),
+    ("a fused norm on q and k", {}),
+    ("a gate for each head", ATTENTION),
+    ("value residual", ATTENTION | TILES),
+    ("value residual", MASKED),
+    ("LoRA", FP8),
+    ("a second norm on q and k", ATTENTION),  # q and k in float32
+    slow("value residual", dict(remat="selective")),
+    slow("value residual", dict(remat="block", remat_every=2)),
 ]
-CASES += [slow(name, dict(document_mask=True)) for name in ("Linear", "RMSNorm")]
-CASES += [slow(name, dict(remat="block")) for name in ("swiglu", "mlp", "qkv")]
-CASES += [slow("mlp", dict(precision="fp8"))]
+CASES += [("value residual", dict(compile=True))] * (not GPU)  # there all
+# of definitions: what a mode computes without calling them, all others are found to be plain below
+CASES += [
+    ("Linear", FP8),
+    ("mlp", dict(remat="block") | TILES),
+    ("gelu", dict(remat="selective")),
+    ("LayerNorm", ATTENTION),
+    ("attention", MASKED),
+    ("rotated", MASKED | dict(remat="block")),
+]
 
 SHARDED, ZERO2 = dict(parallel="fsdp", unit_mib=0), dict(parallel="zero2", unit_mib=0)
 ALL_AT_ONCE = dict(parallel="fsdp", context_parallel=2, remat="selective", document_mask=True)
 IN_FP8 = dict(block_size=128 if GPU else 16, precision="fp8")  # rows: a multiple of 16
 MODES = [
-    ("value residual", dict(context_parallel=2)),
-    ("another attention", dict(context_parallel=2)),
-    ("value residual", SHARDED),
-    ("a layer before the head", dict(remat="block", **ZERO2)),
-    ("a skipped layer", {}),  # parameters without a gradient under DDP
+    ("value residual", SHARDED | dict(context_parallel=2)),
     ("a skipped layer", dict(parallel="fsdp")),  # of blocks that would be one unit
-    ("attention and MLP in parallel", ALL_AT_ONCE),
     ("attention", ALL_AT_ONCE),
-    slow("Linear", IN_FP8 | SHARDED),  # not gathered in 8 bits, nor is a weight that an edit reads
-    slow("a weight used twice", IN_FP8 | SHARDED),
-    slow("a second norm on q and k", dict(context_parallel=2, remat="attention")),
+    slow("a weight used twice", IN_FP8 | SHARDED),  # which is not gathered in 8 bits
     slow("LoRA", IN_FP8 | ZERO2),  # gathered in 8 bits, but for layers with another forward
 ]
-COMPILED = dict(parallel="zero2", remat="selective", compile=True)
-HYBRID = dict(parallel="hsdp", shard_size=2, remat="block")
 
 
 def replaced(file, edits):
@@ -355,9 +284,8 @@ def train_and_evaluate(job, cfg, world):
         else:
             after = whole_parameters(job.state.model)
             job.state.model.eval()
-            loss = evaluated(
-                job, [context_parallel.own_tokens(cfg, world, *micro) for micro in micros]
-            )
+            own = [context_parallel.own_tokens(cfg, world, *micro) for micro in micros]
+            loss = evaluated(job, own)
         losses.append(parallel.sum_over_ranks(loss.clone()).item() / world.size)
     return losses, {name: after[name] - p for name, p in before.items()}
 
@@ -374,20 +302,19 @@ def evaluated(job, micros):
 def draw(model):
     """Weights by names and shapes alone; a layer's results are about as large as its inputs."""
     for name, initial in whole_parameters(model).items():
-        whole = torch.randn(
-            initial.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        )
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(initial.shape, generator=generator)
         matrix = initial.dim() == 2  # else a norm or a bias
         whole = whole * initial.size(1) ** -0.5 if matrix else 0.1 * whole + initial
         copy_into(model.get_parameter(name), whole)
 
 
 def whole_parameters(model):
-    whole = (
-        (n, p.full_tensor() if hasattr(p, "full_tensor") else p)
-        for n, p in model.named_parameters()
-    )
-    return {name: p.detach().float().cpu().clone() for name, p in whole}
+    found = {}
+    for name, p in model.named_parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        found[name] = whole.detach().float().cpu().clone()
+    return found
 
 
 def steps_in_rank(edit, settings):
@@ -411,18 +338,14 @@ def errors(found, reference):
 
 def pairs(found, reference):
     """The changes of each parameter that both have and the reference changes."""
-    return [
-        (found[1][n], change)
-        for n, change in reference[1].items()
-        if n in found[1] and change.any()
-    ]
+    both = [name for name, change in reference[1].items() if name in found[1] and change.any()]
+    return [(found[1][name], reference[1][name]) for name in both]
 
 
 def least_alike(found, reference):
     """Smallest cosine of a parameter's change with the one of the reference."""
-    return min(
-        F.cosine_similarity(*map(torch.flatten, pair), 0).item() for pair in pairs(found, reference)
-    )
+    flat = (map(torch.flatten, pair) for pair in pairs(found, reference))
+    return min(F.cosine_similarity(*pair, 0).item() for pair in flat)
 
 
 def check(edit, found, settings):
@@ -436,16 +359,16 @@ def check(edit, found, settings):
     loss, change = errors(found, reference)
     if settings.get("precision") == "fp8":
         assert loss < LOSS_FP8 and least_alike(found, reference) > ALIKE
+        norms = [sum(p.square().sum() for p in run[1].values()) for run in (found, reference)]
+        assert abs(norms[0] / norms[1] - 1) < 0.1
         assert least_alike(found, others[0]) < ALIKE - 0.05, "the edit has no effect"
     else:
         autocast = errors(plain(edit, precision="bf16", **shape), reference)
         assert loss < max(LOSS, 3 * autocast[0]) and change < max(CHANGE, 3 * autocast[1])
         why = "the edit or the mask has no effect"
         assert all(errors(found, other)[1] > OTHER for other in others), why
-    changed = [
-        {name: bool(p.any()) for name, p in changes.items()} for _, changes in (found, reference)
-    ]
-    assert changed[0] == changed[1]
+    for name, change in found[1].items():
+        assert bool(change.any()) == bool(reference[1][name].any()), name
 
 
 def words(value):
@@ -462,25 +385,10 @@ def test_in_one_process(edit, settings, monkeypatch):
 @two_ranks
 @pytest.mark.parametrize("edit, mode", MODES, ids=words)
 def test_over_two_ranks(edit, mode):
-    found = ranks.call(
-        2, steps_in_rank, edit, dict(batch_size=mode.get("context_parallel", 1), **mode)
-    )
+    settings = dict(batch_size=mode.get("context_parallel", 1), **mode)
+    found = ranks.call(2, steps_in_rank, edit, settings)
     assert found[0][0] == found[1][0]
     check(edit, found[0], mode)
-
-
-@two_ranks
-@pytest.mark.parametrize(
-    "shape, mode", [repeated(GROUPED, SHARDED), slow(GROUPED, COMPILED), repeated({}, HYBRID)]
-)
-def test_fp8_over_two_ranks_is_that_of_one_process(shape, mode):
-    settings = dict(batch_size=1, **IN_FP8, **shape)
-    one, two = steps(None, **settings), ranks.call(2, steps_in_rank, None, settings | mode)[0]
-    norms = [
-        torch.cat([change.flatten() for change in changes.values()]).norm()
-        for _, changes in (one, two)
-    ]
-    assert errors(two, one)[0] < 2e-3 and abs(norms[1] / norms[0] - 1) < 3e-2
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -491,22 +399,20 @@ def test_which_operations_become_plain(edit, monkeypatch):
     assert found.problem is None
     assert {call: n for call, n in found.calls.items() if call[1]} == PLAIN.get(edit, {})
     assert sum(n for call, n in found.calls.items() if call[1] is None) >= 4
-    assert len(found.unused) == {"attention and MLP in parallel": 4, "a skipped layer": 12}.get(
-        edit, 0
-    )
+    unused = {"attention and MLP in parallel": 4, "a skipped layer": 12}
+    assert len(found.unused) == unused.get(edit, 0)
 
 
 # operations that are no more fused after an edit of a definition in kernels.py
 EDITED = {
     "Linear": {"linear", "mlp", "qkv"},
-    "rotated": {"rope"},
+    "gelu": {"mlp"},
+    "mlp": {"mlp"},
     "LayerNorm": {"norm"},
-    "RMSNorm": {"norm"},
+    "rotated": {"rope"},
     "attention": set(),  # PyTorch's own kernels
+    "cap": {"linear_cross_entropy"},
 }
-EDITED |= dict.fromkeys(("gelu", "relu2", "swiglu"), {"mlp"})
-LOSSES = "cross_entropy", "plain_loss", "plain_cross_entropy", "cap"
-EDITED |= dict.fromkeys(LOSSES, {"linear_cross_entropy"})
 
 
 @pytest.mark.parametrize("edit", DEFINITIONS)
@@ -519,77 +425,20 @@ def test_the_summary_names_an_edited_definition(edit, monkeypatch):
             found = ModelAnalysis(cfg, torch.device(DEVICE))
             fused.append({name for name, why in found.calls if why is None})
             rows.append(dict(found.rows()))
-    assert fused[0] - fused[1] == EDITED.get(edit, {edit})
+    assert fused[0] - fused[1] == EDITED[edit]
     assert f"kernels.{edit} was edited" in rows[1]["edited"] and "edited" not in rows[0]
 
 
-NEW = 40 if GPU else 5  # tokens; the interpreter takes a second for one
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("edit", DEFINITIONS if GPU else ["attention", "rotated", "mlp"])
-def test_sampling_of_an_edited_definition(edit, monkeypatch):
-    """With a KV cache, or, after an edit of attention, without; greedily and in float32."""
-    monkeypatch.setattr(forms, "enabled", {DEVICE})
+@pytest.mark.parametrize("edit", ["attention", "rotated"])
+def test_an_edited_attention_samples_without_a_cache(edit):
+    cfg = config(edit, dict(attention="math"))
     sampling.without.cache_clear()
-    ids = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    found = {}
-    for own in (edit, None):
-        with in_place(own):
-            cfg = config(edit, dict(block_size=64 if GPU else 32, attention="math"))
-            model = sys.modules["model"].build(cfg, torch.device(DEVICE), 0).eval()
-            draw(model)
-            made = sampling.make_cache(model, 0) is not None
-            assert made == (own != "attention")
-            found[own] = [
-                sampling.generate(model, ids, NEW, 0, cached=cached) for cached in (True, False)
-            ]
-    assert torch.equal(*found[edit])
-    differs = not torch.equal(found[edit][0], found[None][0])
-    assert differs or edit in (
-        "cross_entropy",
-        "plain_loss",
-        "plain_cross_entropy",
-        "cap",
-        "LayerNorm",
-    )
+    with in_place(edit):
+        model = sys.modules["model"].build(cfg, torch.device(DEVICE), 0).eval()
+        assert (sampling.make_cache(model, 0) is None) == (edit == "attention")
 
 
-OPERATOR = """
-import torch
-
-@torch.library.custom_op("own::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-twice.register_fake(torch.empty_like)
-twice.register_autograd(lambda ctx, dy: dy * {slope})
-"""
-
-
-@pytest.mark.slow
-def test_an_edit_of_an_operators_backward_is_not_hidden_by_the_compile_cache(monkeypatch, tmp_path):
-    """No graph holds it, so that the graph is as before."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path)
-    tokens, module = torch.randint(0, 200, (2, 8), device=DEVICE), None
-    cfg = Config(**SHAPE | dict(attention="math", n_layer=1))
-    for slope in (2.0, 3.0):
-        text = OPERATOR.format(slope=slope)
-        (tmp_path / "own_operator.py").write_text(text)
-        # as of a file beside model.py
-        monkeypatch.setattr(source, "BEGAN", source.BEGAN | {"own_operator.py": text})
-        module = importlib.reload(module) if module else importlib.import_module("own_operator")
-        found = []
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            model = unedited.build(cfg, torch.device(DEVICE), 0)
-            model.dropout.register_forward_hook(lambda *call, own=module.twice: own(call[-1]))
-            if compiled:
-                build.compile_model(model)
-            model.embed(tokens, None).square().mean().backward()  # few kernels of C++
-            found.append(
-                torch.cat([p.grad.flatten() for p in (model.wte.weight, model.wpe.weight)])
-            )
-        assert error(found[1], found[0]) < 1e-5
+def test_the_compile_cache_is_of_these_sources():
+    """No graph holds an edit of an operator's backward, so that the graph is as before."""
+    build.compile_model(unedited.build(config(None, {}), torch.device(DEVICE), 0))
+    assert torch.compiler.config.cache_key_tag == source.tag()

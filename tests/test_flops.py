@@ -35,11 +35,10 @@ def analysed(**settings):
     return ModelAnalysis(cfg, CPU), cfg
 
 
-@pytest.mark.parametrize("vocab_multiple", [1, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flops_are_those_of_the_formula_and_of_a_real_step(shape, vocab_multiple):
+def test_flops_are_those_of_the_formula_and_of_a_real_step(shape):
     """PyTorch's counter sees whole T x T attention and the padding rows; MFU leaves both out."""
-    found, cfg = analysed(vocab_multiple=vocab_multiple, **shape)
+    found, cfg = analysed(vocab_multiple=64, **shape)
     assert found.regular and not found.unused and not found.problem
     model = models.build(dataclasses.replace(cfg, attention="math"), CPU, 0)
     x = torch.randint(0, 200, (2, cfg.block_size))
@@ -58,12 +57,6 @@ def test_document_masks_leave_attention_out():
     assert masked.flops_per_token == analysed(**GROUPED)[0].flops_per_token - attention
 
 
-def test_calls_of_the_model_as_it_is():
-    found, _ = analysed()
-    per_block = dict(norm=2 * 3 + 1, qkv=3, linear=3, mlp=3, linear_cross_entropy=1)
-    assert found.calls == {(name, None): n for name, n in per_block.items()}
-
-
 def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     """Without the logits that its backward computes again."""
     whole = analysed(vocab_multiple=16_384)[0]
@@ -71,16 +64,6 @@ def test_a_loss_in_chunks_is_counted_as_if_it_were_whole(monkeypatch):
     chunked = analysed(vocab_multiple=16_384)[0]
     assert not chunked.problem and not chunked.unused
     assert (chunked.calls, chunked.flops_per_token) == (whole.calls, whole.flops_per_token)
-
-
-def test_reasons_of_plain_calls(monkeypatch):
-    found, cfg = analysed(n_hidden=100)
-    assert found.calls["mlp", "a width is no multiple of 8"] == 3
-    assert "mlp 3, linear 6: a width" in str(found.rows())
-    found, _ = analysed(precision="fp32")
-    assert all(reason == "computed in float32" for _, reason in found.calls)
-    monkeypatch.setattr(forms, "enabled", set())
-    assert all(reason == "no fused kernels here" for _, reason in analysed()[0].calls)
 
 
 def test_an_edited_model_is_counted_as_it_is(monkeypatch):
@@ -119,22 +102,20 @@ def test_an_edited_model_is_counted_as_it_is(monkeypatch):
 
 
 def test_an_edit_that_reads_a_value_is_not_counted(monkeypatch):
-    monkeypatch.setattr(
-        models.GPT, "embed", lambda self, idx, _: self.wte(idx) * idx.float().mean().item()
-    )
-    found, cfg = analysed()
-    assert found.flops_per_token is None
-    assert "not counted" in found.rows()[0][1]
+    embed = lambda self, idx, _: self.wte(idx) * idx.float().mean().item()
+    monkeypatch.setattr(models.GPT, "embed", embed)
+    found, _ = analysed()
+    assert found.flops_per_token is None and "not counted" in found.rows()[0][1]
 
 
 @pytest.mark.parametrize("name, precision, tflops", [
-    ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("AMD Instinct MI300X", "fp32",
-     163), ("NVIDIA A100-SXM4-80GB", "tf32", 156), ("NVIDIA H200 NVL", "fp8", 1670),
-    ("Some GPU", "bf16", None), ("NVIDIA L40", "bf16", None),
-    ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-    ("NVIDIA GB200", "bf16", 2250), ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("NVIDIA H200 NVL", "bf16", 835),
-    ("NVIDIA GeForce RTX 5090 D", "bf16", None), ("NVIDIA GH200 480GB", "bf16", 989),
+    ("NVIDIA H200", "bf16", 989),
+    ("AMD Instinct MI300X", "fp32", 163),
+    ("NVIDIA H200 NVL", "fp8", 1670),
+    ("NVIDIA GH200 480GB", "bf16", 989),
+    ("NVIDIA RTX A1000", "bf16", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
 ])  # fmt: skip
 def test_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
