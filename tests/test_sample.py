@@ -47,22 +47,14 @@ def config(run, **settings):
     return sample.Config(**dict(checkpoint=run, tokenizer="bytes", device="cpu") | settings)
 
 
+def last_line_apart(text):
+    """(all samples of a command's output, the line of tokens a second)."""
+    samples, _, last = text.rpartition("-" * 80)
+    return samples, last
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
-    words = [f"--checkpoint={run}", "--tokenizer=bytes", "--device=cpu"]
-    more = "--prompt=so --n_samples=5 --max_new_tokens=8 --no_stop".split()
-    alone = ranks.run(0, words + more, "sample.py")
-    both = ranks.run(2, [*words, *more, f"--parallel={mode}"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    texts, last = both.outputs[0].rsplit("-" * 80, 1)
-    assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
-    assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
-    assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
-    talk = ranks.run(2, [*words, "--chat"], "sample.py")
-    assert talk.codes == [2, 2] and "stdin" in talk.stderr and talk.stderr.count("\n") == 1
-
-
-def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
+def test_samples_of_two_ranks_are_printed_in_order_as_by_one(tmp_path, mode, capsys):
     """In a model that ends its text with one token in six; 40 tokens go beyond block_size."""
     cfg = GPTConfig(**TINY, tie_embeddings=False)
     model = build(cfg, CPU, seed=0)
@@ -70,15 +62,17 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         for weight in (model.norm.weight, model.norm.bias, model.head.weight):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
-    save_model(tmp_path / "run", model, cfg)
-    words = "--tokenizer=bytes --n_samples=5 --max_new_tokens=40 --device=cpu --temperature=1"
-    words = [f"--checkpoint={tmp_path}/run", *words.split(), "--top_k=None"]
-    alone = ranks.run(0, words, "sample.py")
-    both = ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    texts, expected = (done.outputs[0].rsplit("-" * 80, 1)[0] for done in (both, alone))
-    # the samples differ in length
+    settings = dict(checkpoint=str(save_model(tmp_path / "run", model, cfg)), prompt="so")
+    settings |= dict(tokenizer="bytes", device="cpu", n_samples=5, max_new_tokens=40)
+    settings |= dict(temperature=1, top_k=None)
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
+    assert both.returncode == 0 and both.outputs[1] == both.stderr == "", both.stderr
+    sample.main(sample.Config(**settings))
+    (texts, last), (expected, _) = map(last_line_apart, (both.outputs[0], capsys.readouterr().out))
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2
+    assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
+    assert " tokens in " in last
 
 
 @pytest.fixture
@@ -87,20 +81,15 @@ def chatty(tmp_path):
     transformers = pytest.importorskip("transformers")
     inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
-    inner.train_from_iterator(
-        [TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False
-    )
-    marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-    tok = inner._tokenizer
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, chat_template=TEMPLATE, **marks
-    )
+    options = dict(vocab_size=300, special_tokens=special, show_progress=False)
+    inner.train_from_iterator([TEMPLATE], **options)
+    own = dict(bos_token=special[0], eos_token="<|eot_id|>", chat_template=TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, **own)
     shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
     folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(
-        json.dumps(dict(eos_token_id=[1, 4, True, None, "x"]))
-    )
+    ends = dict(eos_token_id=[1, 4, True, None, "x"])
+    (folder / "generation_config.json").write_text(json.dumps(ends))
     return folder, theirs
 
 
@@ -158,24 +147,24 @@ def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
         assert str(folder) in one_line(error)
 
 
-def written(path, source_of, precision, **shape):
-    """(a model whose weights were written to `path`, the settings that name it)."""
-    cfg = GPTConfig(**shape, n_head=4, block_size=64, tie_embeddings=False, **LLAMA)
+def written(path, source_of, precision):
+    """The settings of a model whose weights were written to `path`."""
+    shape = dict(n_embd=128, n_hidden=256, n_layer=12, vocab_size=256, n_head=4, block_size=64)
+    cfg = GPTConfig(**shape, tie_embeddings=False, **LLAMA)
     model = build(cfg, CPU, seed=0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     if source_of == "checkpoint":
         save_model(path, model, cfg)
     else:
         hf.save_hf(model, path, "bfloat16")
-    return model, sample.Config(**{source_of: str(path)}, device="cpu")
+    return sample.Config(**{source_of: str(path)}, device="cpu", parallel="fsdp")
 
 
-def divided_in_rank(settings, precision, ids):
-    """For ranks.call: a divided model beside the whole one, in logits and in memory.
+def divided_in_rank(settings, precision, world):
+    """A divided model beside the whole one, in logits and in memory.
 
     Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
     load held, the most that a forward held.
     """
-    world = parallel.start("cpu")
     whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
 
     def check(shape, dtype, rows):
@@ -185,36 +174,45 @@ def divided_in_rank(settings, precision, ids):
     saved.check_reads(check)
     peak = peak_bytes(lambda: trained.load_model(settings, world, precision))
     model, _ = trained.load_model(settings, world, precision)
+    ids = torch.arange(48)[None]
     with torch.no_grad():
         gathered = peak_bytes(lambda: model.logits(ids))
         equal = torch.equal(model.logits(ids), whole.logits(ids))
     parallel.free_gathered(model)
     own = sum(shards.local(p).nbytes for p in model.parameters())
-    parallel.stop()
     return equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered
 
 
-@pytest.mark.parametrize("source_of, precision", [("pretrained", "bf16"), ("checkpoint", "fp32")])
-def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precision, tmp_path):
-    shape = dict(n_embd=128, n_hidden=256, n_layer=12, vocab_size=256)
-    _, settings = written(tmp_path / source_of, source_of, precision, **shape)
-    settings.parallel = "fsdp"
-    found = ranks.call(2, divided_in_rank, settings, precision, torch.arange(48)[None])
-    for equal, own, size, peak, gathered in found:
-        assert equal and own == size / 2
-        assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
-        assert gathered < 0.5 * size  # a few units at a time, each a twelfth
+def both_divided_in_rank(*settings):
+    """For ranks.call."""
+    world = parallel.start("cpu")
+    found = [divided_in_rank(*one, world) for one in settings]
+    parallel.stop()
+    return found
+
+
+def test_two_ranks_hold_half_a_model_each_and_never_the_whole(tmp_path):
+    kinds = ("checkpoint", "fp32"), ("pretrained", "bf16")  # reads of the first are checked
+    cases = [(written(tmp_path / kind, kind, precision), precision) for kind, precision in kinds]
+    for in_rank in ranks.call(2, both_divided_in_rank, *cases):
+        for equal, own, size, peak, gathered in in_rank:
+            assert equal and own == size / 2
+            assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
+            assert gathered < 0.5 * size  # a few units at a time, each a twelfth
 
 
 @pytest.mark.parametrize("settings, message", [
     (dict(top_k=0, n_samples=0), "n_samples=0.*top_k=0"),
     (dict(temperature=float("nan")), "temperature=nan"),
-    (dict(seed=-1), "seed=-1"),
     gpt2(dict(tokenizer="gpt2"), "50,257"),
     (dict(checkpoint=None), "--checkpoint"),
     (dict(parallel="fsdp"), "torchrun"),
+    (dict(chat=True), "stdin"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(run, settings, message):
+def test_mistakes_are_one_line(run, settings, message, monkeypatch):
+    if message == "stdin":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2" if "WORLD" in name else "1")
     with pytest.raises(UserError, match=message) as error:
         sample.main(config(run, **settings))
     one_line(error)
