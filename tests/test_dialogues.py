@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, flags, losses, one_line, train_here, write_shard
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
+from test_tokenizer import byte_level
 
 import model as models
 import train
@@ -28,7 +29,6 @@ from scale import parallel
 from settings import Config
 from system.errors import UserError
 
-tokenizers = pytest.importorskip("tokenizers")
 CHATML = (
     "{%- for message in messages %}\n"
     "    {{- '<|im_start|>' + message.role + '\\n' }}\n"
@@ -66,14 +66,8 @@ MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 def save_tokenizer(folder, template, special=MARKS, **settings):
     folder.mkdir()
-    bytewise = tokenizers.pre_tokenizers.ByteLevel
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = bytewise(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    options = dict(vocab_size=400, special_tokens=[*special], initial_alphabet=bytewise.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(**options)
-    inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
-    inner.save(str(folder / "tokenizer.json"))
+    texts = [message["content"] for messages in questions() for message in messages]
+    byte_level(folder, texts, vocab_size=400, special=special)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": template, **settings}))
     return folder
@@ -157,9 +151,7 @@ FORGETFUL = (
 )
 
 
-@pytest.mark.parametrize(
-    "ours, reference", [(PLAIN, CHATML), (CHATML, CHATML), (FORGETFUL, FORGETFUL)]
-)
+@pytest.mark.parametrize("ours, reference", [(PLAIN, CHATML), (FORGETFUL, FORGETFUL)])
 @pytest.mark.fault(114)
 def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, reference):
     transformers = pytest.importorskip("transformers")
@@ -189,6 +181,13 @@ MARKED_NO_END = NO_END.replace(
 TALK = ("user", "a?", "assistant", "yes", "user", "b?", "assistant", "no")
 
 
+@pytest.mark.parametrize("template, first, second", [
+    (PLAIN, "yes<|im_end|>", "no<|im_end|>"),
+    (BEHIND, "yes<|im_end|>", "no<|im_end|>"),
+    (NEXT_LINE, "yes\n<|im_end|>", "no\n<|im_end|>"),
+    (NO_END, "yes<|im_end|>", "no"),
+    (MARKED_NO_END, "yes<|im_end|>", "no"),
+])  # fmt: skip
 def test_the_token_that_ends_a_turn_carries_loss_and_stops_a_reply(
     chatml, tmp_path, template, first, second
 ):
@@ -292,7 +291,10 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
         with stopped_after(count):
             prepare(tmp_path / "stopped", file, **settings)
     prepare(tmp_path / "stopped", file, **settings)
-    assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
+    assert (whole := contents(tmp_path / "stopped")) == contents(tmp_path / "d")
+    assert whole["chats_val_000000.bin"] == contents(data[0])["chats_val_000000.bin"]
+    # whole groups of 256 tokens
+    assert {len(shard) for shard in shard_tokens(tmp_path / "d", "train")[:-1]} == {11 * 256}
 
     def documents(folder):
         tokens, loss = read_mask(folder, "train")
@@ -301,6 +303,10 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
         return sorted(pairs[a:b] for a, b in zip(at, at[1:]))
 
     assert documents(tmp_path / "d") == documents(data[0])
+    for T, warnings in ((256, 0), (64, 1)):  # of another block_size
+        loader = TokenLoader(tmp_path / "d", "train", 1, T)
+        assert len(loader.warnings) == warnings
+        loader.close()
 
 
 SHAPE = dict(vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512)
@@ -359,18 +365,17 @@ def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(
         assert norm == pytest.approx(whole_norm, rel=1e-5)
 
 
-def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
+def test_a_step_without_answers_has_no_loss(data, tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
     tokens = np.concatenate(shard_tokens(data[0], "train"))[:2001]
-    path = write_shard(folder / "x_train_000001.bin", tokens)
-    mask_path(path).write_bytes(np.packbits(np.arange(2001) > 200, bitorder="little").tobytes())
-    write_shard(folder / "x_val_000000.bin", tokens)
-    mask_path(folder / "x_val_000000.bin").write_bytes(bytes(251))
+    for name, loss in {"x_train_000001": np.arange(2001) > 200, "x_val_000000": [0] * 2001}.items():
+        path = write_shard(folder / f"{name}.bin", tokens)
+        mask_path(path).write_bytes(np.packbits(loss, bitorder="little").tobytes())
     settings = SHAPE | dict(eval_interval=0, batch_tokens=128)
     log = train_here(folder, tmp_path / "run", **settings)
     first = next(line for line in log if line["kind"] == "train")
-    assert first["loss"] == first["norm"] == 0.0 and 3 < losses(log)[4] < 8
+    assert first["loss"] is None and first["norm"] == 0.0 and 3 < losses(log)[4] < 8
     with pytest.raises(DataError, match="eval_tokens=1024 holds no row of block_size=32 with loss"):
         train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
 
@@ -394,6 +399,14 @@ def test_damaged_masks(data, tmp_path):
 CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
 
 
+@pytest.mark.parametrize("template, messages, word", [
+    (None, said("user", "a", "assistant", "b"), "template"),
+    ("{{ raise_exception('no') }}", said("user", "a", "assistant", "b"), "TemplateError"),
+    (CHANGES, said("user", "a", "assistant", "b", "user", "c"), "message 2"),
+    (PLAIN, "not a list", "content"),
+    (PLAIN, [dict(content="a")], "role"),
+    (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),
+])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):
     folder = with_template(chatml, template, tmp_path / "t")
     with pytest.raises(UserError, match=word) as error:

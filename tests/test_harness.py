@@ -4,7 +4,6 @@ They need the package lm_eval (docs/checkpoints.md), and one accelerate, of its 
 """
 
 import functools
-import itertools
 import json
 
 import pytest
@@ -81,10 +80,16 @@ def test_equals_the_harness_on_the_export(tmp_path):
     long = [(" ".join(TEXTS[:n]),) for n in (1, 6)]
     a, b = (m.loglikelihood_rolling(asked("loglikelihood_rolling", long)) for m in (ours, theirs))
     assert a == pytest.approx(b, rel=1e-5) and len(long[1][0]) > 2 * 64
-    wanted = [(text, dict(until=["o", "\n\n"], max_gen_toks=20)) for text in TEXTS[:4]]
-    wanted += [(text, dict(until=[], max_gen_toks=9, do_sample=False)) for text in TEXTS[:4]]
+    wanted = []
+    for options in (
+        dict(until=["o", "\n\n"], max_gen_toks=20),
+        dict(until=[], max_gen_toks=9, do_sample=False),
+        dict(until=["q"], max_gen_toks=24, do_sample=True, temperature=0.7, top_k=1),
+    ):
+        # one is cut to the context
+        wanted += [(text, options) for text in (*TEXTS[:3], "x" * 90)]
     a, b = (m.generate_until(asked("generate_until", wanted)) for m in (ours, theirs))
-    assert a == b and len(set(a)) > 4
+    assert a == b and len(set(a)) > 6
 
 
 def test_the_likeliest_continuation_is_greedy(once):
@@ -103,22 +108,6 @@ def test_the_likeliest_continuation_is_greedy(once):
     row = torch.tensor([list(b"the man" + text.encode())])
     logp = once.model.logits(row).log_softmax(-1)[0, 6:-1]
     assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("sampled", [{}, dict(do_sample=True, temperature=0.7, top_k=1)])
-def test_texts_are_those_without_a_cache(once, sampled):
-    """Prompts of any length, one cut to the context; greedy, or drawn from the likeliest token."""
-    prompts = ["", "the man walks", "x" * 90, "while they sing and then"]
-    given = dict(until=["q"], max_gen_toks=24, **sampled)
-    found = once.generate_until(asked("generate_until", [(prompt, given) for prompt in prompts]))
-    for prompt, text in zip(prompts, found):
-        ids = once.tokenizer.encode(prompt)[-40:] or [once.tokenizer.eot]
-        whole = sampling.generate(once.model, torch.tensor([ids]), 24, 0, cached=False)
-        ended = itertools.takewhile(
-            lambda i: i != once.tokenizer.eot, whole[0, len(ids) :].tolist()
-        )
-        assert text == once.tokenizer.decode(ended).partition("q")[0]
-    assert len(set(found)) == 4
 
 
 def test_a_separator_may_precede_each_text(once, monkeypatch):

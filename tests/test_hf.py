@@ -54,12 +54,16 @@ def weights(tmp_path):
 @pytest.fixture
 def byte_data(data_dir, tmp_path):
     """The byte shards with the files that tell their tokenizer."""
-    folder, tok = shutil.copytree(data_dir, tmp_path / "data"), tokenizer.load("bytes")
-    np.save(folder / "token_bytes.npy", tok.token_bytes())
-    manifest = dict(tokenizer="bytes", vocab_size=257, eot=256)
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    name_tokenizer(folder, "bytes", tokenizer.load("bytes").token_bytes())
+    return folder
+
+
+def name_tokenizer(folder, name, sizes):
+    np.save(folder / "token_bytes.npy", sizes)
+    manifest = dict(tokenizer=name, vocab_size=257, eot=256)
     manifest["token_bytes_sha256"] = digest(folder / "token_bytes.npy")[1]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
 
 
 def test_shape_rope_and_tokenizer_are_the_weights(weights):
@@ -102,8 +106,7 @@ def test_tuned_and_exported(weights, byte_data, tmp_path):
     theirs = AutoTokenizer.from_pretrained(out)
     assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
     assert theirs("aé")["input_ids"] == [97, 195, 169]
-    manifest = byte_data / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"bytes"', '"gpt2"'))
+    name_tokenizer(byte_data, "gpt2", np.full(257, 2, np.int32))
     refused(lambda: train.main(dataclasses.replace(cfg, overwrite=True)), "tokenized with gpt2")
 
 
@@ -142,22 +145,18 @@ def test_the_documented_pipeline_writes_what_sample_py_writes(tmp_path, capsys, 
     assert capsys.readouterr().out == f"<|endoftext|>{expected}\n" and len(expected) > 15
 
 
-class Busy(OSError):
-    response = SimpleNamespace(status_code=503)
-
-
 def test_weights_of_the_hub_are_asked_for_again_and_pickles_never(tmp_path, monkeypatch):
-    asked = []
+    asked, busy = [], OSError("busy")
+    busy.response = SimpleNamespace(status_code=503)
 
     def snapshot_download(name, allow_patterns, ignore_patterns):
-        asked.append((allow_patterns, ignore_patterns))
+        asked.append(allow_patterns)
+        assert ignore_patterns == ["*/*"]
         if len(asked) < 3:
-            raise Busy
+            raise busy
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert hf.fetch("me/gpt") == tmp_path and len(asked) == 3
-    allowed, ignored = asked[0]
-    assert ignored == ["*/*"]
-    assert not any(fnmatch.fnmatch("pytorch_model.bin", pattern) for pattern in allowed)
+    assert not any(fnmatch.fnmatch("pytorch_model.bin", pattern) for pattern in asked[0])

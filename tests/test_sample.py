@@ -10,6 +10,7 @@ import saved
 import torch
 from compare import CPU, LLAMA, gpt2
 from conftest import one_line, peak_bytes, save_model
+from test_tokenizer import byte_level
 
 import sample
 from corpus import chat, tokenizer
@@ -29,22 +30,6 @@ TEMPLATE = """{{- bos_token }}
 {%- endif %}
 """
 TINY = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
-
-
-def said(*turns):
-    roles = ("user", "assistant", "user")
-    return [dict(role=role, content=content) for role, content in zip(roles, turns)]
-
-
-@pytest.fixture
-def run(tmp_path):
-    cfg = GPTConfig(**TINY)
-    save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg)
-    return str(tmp_path / "run")
-
-
-def config(run, **settings):
-    return sample.Config(**dict(checkpoint=run, tokenizer="bytes", device="cpu") | settings)
 
 
 def last_line_apart(text):
@@ -79,12 +64,10 @@ def test_samples_of_two_ranks_are_printed_in_order_as_by_one(tmp_path, mode, cap
 def chatty(tmp_path):
     """A small Llama's Hugging Face folder; transformers wrote its tokenizer and chat template."""
     transformers = pytest.importorskip("transformers")
-    inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
-    options = dict(vocab_size=300, special_tokens=special, show_progress=False)
-    inner.train_from_iterator([TEMPLATE], **options)
+    path = str(byte_level(tmp_path, [TEMPLATE], special=special))
     own = dict(bos_token=special[0], eos_token="<|eot_id|>", chat_template=TEMPLATE)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, **own)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, **own)
     shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
     folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
@@ -93,16 +76,12 @@ def chatty(tmp_path):
     return folder, theirs
 
 
-@pytest.mark.parametrize("place", ["jinja", "string", "list"])
-def test_a_conversation_is_written_as_transformers_does(chatty, place):
+def said(*turns):
+    return [dict(role=r, content=c) for r, c in zip(("user", "assistant", "user"), turns)]
+
+
+def test_a_conversation_is_written_as_transformers_does(chatty):
     folder, theirs = chatty
-    if place != "jinja":
-        (folder / "chat_template.jinja").unlink()
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        named = [dict(name="tool", template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
-        config["chat_template"] = TEMPLATE if place == "string" else named
-        config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(folder))
     talk = said("  hi <|eot_id|> dé ", "yes", "x")
     expected = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
@@ -111,8 +90,9 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="of no id")))
-    left = {1, 3, 4} if place == "jinja" else {1, 4}  # with the template goes its end of turn
-    assert chat.stop_ids(folder, tok) == left
+    assert chat.stop_ids(folder, tok) == {1, 3, 4}  # by the template's end of turn
+    (folder / "chat_template.jinja").unlink()
+    assert chat.stop_ids(folder, tok) == {1, 4}
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
@@ -131,20 +111,20 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
 
 
 @pytest.mark.fault(83)
-def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
+@pytest.mark.parametrize("template, words", [
+    ("{{ raise_exception('no\nuser') }}", "its chat template fails: TemplateError: no user"),
+    ("{% if %}", "its chat template fails"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+    (None, "has no chat template"),
+])  # fmt: skip
+def test_a_folder_without_a_usable_template_is_one_line(chatty, template, words):
     folder, _ = chatty
-    for template, words in {
-        "{{ raise_exception('no\nuser') }}": "its chat template fails: TemplateError: no user",
-        "{% if %}": "its chat template fails",
-        "{% for i in range(10**9) %}{% endfor %}": "Range too big",
-        "{{ messages.__class__.__mro__ }}": "SecurityError: access to attribute '__class__'",
-        None: "has no chat template",
-    }.items():
-        path = folder / "chat_template.jinja"
-        path.unlink() if template is None else path.write_text(template)
-        with pytest.raises(UserError, match=words) as error:
-            sample.main(sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu"))
-        assert str(folder) in one_line(error)
+    path = folder / "chat_template.jinja"
+    path.unlink() if template is None else path.write_text(template)
+    with pytest.raises(UserError, match=words) as error:
+        sample.main(sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu"))
+    assert str(folder) in one_line(error)
 
 
 def written(path, source_of, precision):
@@ -209,10 +189,11 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(tmp_path):
     (dict(parallel="fsdp"), "torchrun"),
     (dict(chat=True), "stdin"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(run, settings, message, monkeypatch):
-    if message == "stdin":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, "2" if "WORLD" in name else "1")
+def test_mistakes_are_one_line(tmp_path, settings, message, monkeypatch):
+    cfg = GPTConfig(**TINY)
+    run = str(save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") * ("chat" in settings):
+        monkeypatch.setenv(name, "2" if "WORLD" in name else "1")
     with pytest.raises(UserError, match=message) as error:
-        sample.main(config(run, **settings))
+        sample.main(sample.Config(**dict(checkpoint=run, tokenizer="bytes") | settings))
     one_line(error)

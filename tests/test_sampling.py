@@ -52,25 +52,18 @@ def test_tokens_are_those_without_a_cache(changes, B, T, new):
 
 
 @models
-@pytest.mark.parametrize("device, dtype, bound", [
-    ("cpu", None, 2e-5),
-    ("cpu", torch.bfloat16, 0.1),
-    pytest.param("cuda", torch.bfloat16, 0.1, marks=GPU),
-])  # fmt: skip
-def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
-    """The bound is in standard deviations of the logits.
-
-    In bf16 0.05 is measured: attention rounds anew.
-    """
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_logits_are_close(changes, device, monkeypatch):
+    """The bound is in standard deviations of the logits; 0.05 is measured."""
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
     monkeypatch.setattr(forms, "enabled", {"cuda"})
-    with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         expected = model.logits(ids)[:, 9:39]
         cache = sampling.make_cache(model, 0)
         cache.prefill(ids[:, :9], room=40)
         for at in range(9, 39):
             found.append(cache.step(ids[:, at], at).clone())
-    assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
+    assert (torch.stack(found, 1) - expected).abs().max() < 0.1 * expected.std()
 
 
 def test_one_cache_serves_texts_one_after_another():

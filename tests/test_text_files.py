@@ -13,7 +13,6 @@ from conftest import one_line
 from test_fineweb import contents, prepare, shard_tokens, stopped_after
 
 from corpus import text_files, tokenizer
-from corpus.loader import DataError, TokenLoader
 from system.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -113,9 +112,9 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
 
 
 def test_texts_that_look_like_records_are_texts(tmp_path):
-    written(tmp_path, code__py=b'{"a": 1}\nprint()\n', list__txt=b"[1]\n")
-    found, _ = read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")
-    assert found == ['{"a": 1}\nprint()\n', "[1]\n"]
+    texts = {"a.py": '{"a": 1}\nprint()\n', "list.txt": "[1]\n"}
+    written(tmp_path, **{name: text.encode() for name, text in texts.items()})
+    assert read(tmp_path, f"{tmp_path}/*.py,{tmp_path}/list.txt")[0] == [*texts.values()]
 
 
 @pytest.mark.fault(92)
@@ -127,17 +126,6 @@ def test_a_path_that_exists_is_no_pattern_and_no_list(tmp_path):
         assert read(tmp_path, tmp_path / name)[0] == [name]
     assert sorted(read(tmp_path, tmp_path)[0]) == sorted([*names, "A", "B"])
     assert read(tmp_path, f"{tmp_path}/a.txt,{tmp_path}/b.txt")[0] == ["A", "B"]
-
-
-@pytest.mark.parametrize("shuffle_seed", [None, 1])
-def test_a_second_run_tells_what_the_first_told(tmp_path, shuffle_seed):
-    written(tmp_path, a__jsonl=line("good") + b"{\n[]\n" + line("last"), b__txt=b"caf\xe9")
-    settings = dict(skip_bad_documents=True, shuffle_seed=shuffle_seed)
-    first, second = (read(tmp_path, tmp_path, **settings) for _ in range(2))
-    assert first[0] == second[0] and sorted(first[0]) == ["caf\ufffd", "good", "last"]
-    for _, told in (first, second):
-        assert f"2 bad documents left out, the first: {tmp_path}/a.jsonl:2" in told
-        assert "1 files with U+FFFD" in told and "b.txt" in told
 
 
 @pytest.mark.fault(97)
@@ -168,21 +156,6 @@ def test_a_source_that_was_edited_in_place_is_told(tmp_path):
     assert read(tmp_path, source)[0][0] == "replaced 000"
 
 
-def test_data_of_a_tokenizer_with_a_pad_beyond_the_model(tmp_path):
-    """Texts never give the pad; other ids that a model lacks are refused before the first step."""
-    parts = json.loads(tokenizer.load("bytes").to_json())
-    parts["added_tokens"].append(parts["added_tokens"][0] | dict(id=257, content="<pad>"))
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/tokenizer.json").write_text(json.dumps(parts))
-    written(tmp_path, a__jsonl=line("text") * 20)
-    prepare(tmp_path / "d", tmp_path / "a.jsonl", tokenizer=str(tmp_path / "t"), val_tokens=0)
-    assert json.loads((tmp_path / "d/manifest.json").read_text())["vocab_size"] == 258
-    TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=257).close()
-    for size in (256, 97):
-        with pytest.raises(DataError, match=f"vocab_size={size}"):
-            TokenLoader(tmp_path / "d", "train", 1, 8, vocab_size=size)
-
-
 def test_a_json_file_of_one_list(tmp_path):
     """On one line or over many; other fields may change their types from record to record."""
     rows = [{"text": "one", "ner": [[0, 4, "P"]]}, {"text": "two\n", "ner": 3}]
@@ -195,11 +168,14 @@ def test_a_json_file_of_one_list(tmp_path):
     assert read(tmp_path, tmp_path / "lines.jsonl")[0] == ["one", "two\n"]
 
 
-def test_a_file_name_that_is_not_utf_8_is_read(tmp_path):
-    for name, data in {b"caf\xe9.jsonl": line("good") + b"{\n", b"caf\xe9.txt": b"caf\xe9"}.items():
+@pytest.mark.parametrize("shuffle_seed", [None, 1])
+def test_what_is_left_out_or_replaced_is_told(tmp_path, shuffle_seed):
+    """In files whose names are not UTF-8."""
+    for name, data in {b"\xe9.jsonl": line("good") + b"{\n[]\n", b"\xe9.txt": b"caf\xe9"}.items():
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
-    texts, _ = read(tmp_path, tmp_path, skip_bad_documents=True, shuffle_seed=1)
-    assert sorted(texts) == ["caf\ufffd", "good"]
+    texts, told = read(tmp_path, tmp_path, skip_bad_documents=True, shuffle_seed=shuffle_seed)
+    assert sorted(texts) == ["caf\ufffd", "good"] and "1 files with U+FFFD" in told
+    assert "2 bad documents left out, the first: " in told and ".jsonl:2" in told
 
 
 def test_a_pipe_is_refused_at_once(tmp_path):

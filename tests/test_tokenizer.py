@@ -23,15 +23,18 @@ def texts():
     return [path.read_text("utf-8", "replace") for path in sorted(STDLIB.glob("*.py"))[:12]] + ODD
 
 
+def byte_level(folder, texts, vocab_size=300, special=("<|endoftext|>",)):
+    """Saves a byte-level BPE tokenizer trained on the texts, as `tokenizers` writes it."""
+    inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
+    options = dict(vocab_size=vocab_size, special_tokens=[*special], show_progress=False)
+    inner.train_from_iterator(texts, **options)
+    inner.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 @pytest.fixture(scope="module")
 def small(texts, tmp_path_factory):
-    """A byte-level BPE tokenizer.json trained on the texts, as `tokenizers` writes it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    inner, path = tokenizers.ByteLevelBPETokenizer(), tmp_path_factory.mktemp("small")
-    options = dict(vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
-    inner.train_from_iterator(texts[:10], **options)
-    inner.save(str(path / "tokenizer.json"))
-    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")), path / "tokenizer.json"
+    return byte_level(tmp_path_factory.mktemp("small"), texts[:10], vocab_size=600)
 
 
 def check_bytes(tok, texts):
@@ -79,7 +82,7 @@ def test_bytes(texts, tmp_path):
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.gpt2), "json"])
 def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monkeypatch):
-    tok = tokenizer.load(str(small[1]) if name == "json" else name)
+    tok = tokenizer.load(str(small) if name == "json" else name)
     text = "".join(texts[:6])
     whole = tok._encode([text])[0]
     together, encode = [], tok._encode
@@ -95,15 +98,15 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monke
 
 
 def test_tokenizer_json(small, texts):
-    reference, path = small
-    tok = tokenizer.load(str(path))
+    reference = pytest.importorskip("tokenizers").Tokenizer.from_file(str(small))
+    tok = tokenizer.load(str(small))
     assert tok.vocab_size == reference.get_vocab_size()
     assert tok.eot == reference.token_to_id("<|endoftext|>")
     plain = [text for text in texts if "<|endoftext|>" not in text]
     expected = [reference.encode(text).ids for text in plain]
     assert [ids.tolist() for ids in tok.encode_batch(plain)] == expected
     check_bytes(tok, texts)
-    assert tokenizer.load(str(path.parent)).encode("def f(x):") == tok.encode("def f(x):")
+    assert tokenizer.load(str(small.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
 
 def replaced(**changes):
@@ -166,13 +169,10 @@ def theirs(tmp_path):
 
     It reads the folder.
     """
-    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    transformers = pytest.importorskip("transformers")
 
     def write(name, content):
-        inner = tokenizers.ByteLevelBPETokenizer()
-        options = dict(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
-        inner.train_from_iterator(["what is it? it is that"], **options)
-        inner.save(str(tmp_path / "tokenizer.json"))
+        byte_level(tmp_path, ["what is it? it is that"])
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         return transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
 

@@ -107,7 +107,7 @@ def test_mistakes(shards, tmp_path):
     run = save_model(tmp_path / "run", build(cfg, torch.device("cpu"), 0), cfg)
     for settings, words, word in [
         ({}, [], "folders"),
-        (dict(checkpoint="out/a", against="out/missing"), [shards], "out/missing"),
+        (dict(checkpoint="out/missing"), [shards], "out/missing"),
         (dict(checkpoint=str(run), tokenizer="gpt2"), [shards], "the model gpt2"),
     ]:
         cfg = validate.Config(**settings, device="cpu")
