@@ -12,8 +12,8 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, flags, losses, one_line, train_here, write_shard
-from test_fineweb import contents, prepare, shard_tokens, stopped_after
+from conftest import ROOT, flags, losses, train_here, write_shard
+from test_fineweb import contents, prepare, refused, shard_tokens, stopped_after
 from test_tokenizer import byte_level
 
 import model as models
@@ -112,8 +112,8 @@ def test_messages_of_other_forms_are_read_or_refused():
     (found,) = chat.normalized([{"role": "assistant", "tool_calls": [call]}])
     assert found["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
     for content in (None, 42, [{"type": "image"}]):
-        with pytest.raises(DataError, match="content|text"):
-            chat.normalized([{"role": "user", "text": "a", "content": content}])
+        messages = [{"role": "user", "text": "a", "content": content}]
+        refused(DataError, "content|text", chat.normalized, messages)
     record = {"messages": said("user", "a", "assistant", "b"), "system": "Be brief.", "tools": None}
     record["messages"][1]["extra"] = {"city": None}
     one = text_files.document("a:1", record, ("messages",), Tally())
@@ -211,8 +211,7 @@ def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template):
         assert with_loss(folder, rows[0]) == ["no<|im_end|>"] and not len(rows[1])
         assert "1 dialogues without an answer" in str(tally)
         messages[1][key] = 0.5
-        with pytest.raises(DataError, match=f"a:1: {key}=0.5"):
-            rows_of(folder, messages)
+        refused(DataError, f"a:1: {key}=0.5", rows_of, folder, messages)
 
 
 def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
@@ -376,8 +375,9 @@ def test_a_step_without_answers_has_no_loss(data, tmp_path):
     log = train_here(folder, tmp_path / "run", **settings)
     first = next(line for line in log if line["kind"] == "train")
     assert first["loss"] is None and first["norm"] == 0.0 and 3 < losses(log)[4] < 8
-    with pytest.raises(DataError, match="eval_tokens=1024 holds no row of block_size=32 with loss"):
-        train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
+    settings["eval_interval"] = 4
+    val = tmp_path / "val"
+    refused(DataError, "no row of block_size=32 with loss", train_here, folder, val, **settings)
 
 
 def test_damaged_masks(data, tmp_path):
@@ -386,14 +386,11 @@ def test_damaged_masks(data, tmp_path):
     mask = folder / "chats_train_000001.mask"
     good = mask.read_bytes()
     mask.write_bytes(bytes([good[0] ^ 4]) + good[1:])
-    with pytest.raises(DataError, match="chats_train_000001.mask is damaged"):
-        verify(folder)
+    refused(DataError, "chats_train_000001.mask is damaged", verify, folder)
     for damage in (lambda: mask.write_bytes(good[:-1]), mask.unlink):
         damage()
-        with pytest.raises(DataError, match="expected 376"):
-            TokenLoader(folder, "train", 1, 16)
-    with pytest.raises(DataError, match="no file"):
-        verify(folder)
+        refused(DataError, "expected 376", TokenLoader, folder, "train", 1, 16)
+    refused(DataError, "no file", verify, folder)
 
 
 CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
@@ -409,6 +406,4 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
 ])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):
     folder = with_template(chatml, template, tmp_path / "t")
-    with pytest.raises(UserError, match=word) as error:
-        rows_of(folder, messages)
-    one_line(error)
+    refused(UserError, word, rows_of, folder, messages)

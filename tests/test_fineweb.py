@@ -33,6 +33,14 @@ JSON, ASYNCIO = (f"{STDLIB}/{name}/*.py" for name in ("json", "asyncio"))
 SOURCES = f"{STDLIB}/[a-d]*.py,{JSON},{ASYNCIO}"
 
 
+def refused(kind, words, function, *args, **options):
+    """The error of a call, of a kind, which is one line that matches `words`."""
+    with pytest.raises(kind, match=words) as error:
+        function(*args, **options)
+    assert one_line(error)
+    return error.value
+
+
 def prepare(out, dataset=SOURCES, **settings):
     """Runs the script's main; returns its printed text."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -100,9 +108,9 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
     before = contents(tmp_path / "d")
     prepare(tmp_path / "d", **settings)
     for changes in (dict(tokenizer="chars"), dict(shuffle_seed=0), dict(dataset=ASYNCIO)):
-        with pytest.raises(UserError, match=f"{[*changes][0]}=") as error:
-            prepare(tmp_path / "d", **settings | changes)
-        assert one_line(error) and error.value.exit_code == 2
+        other = settings | changes
+        error = refused(UserError, f"{[*changes][0]}=", prepare, tmp_path / "d", **other)
+        assert error.exit_code == 2
         (tmp_path / "d/tokenizer.json").unlink(missing_ok=True)
     assert contents(tmp_path / "d") == before
 
@@ -122,8 +130,8 @@ def test_kinds_of_files(tmp_path):
     out = tmp_path.parent / f"{tmp_path.name}-out"
     assert "left out" in prepare(out, tmp_path, tokenizer="bytes", val_tokens=5)
     for key in ("n", "x"):  # a number, and no field at all
-        with pytest.raises(DataError, match="d.parquet.* field"):
-            prepare(f"{out}-{key}", tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
+        given = dict(dataset=tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
+        refused(DataError, "d.parquet.* field", prepare, f"{out}-{key}", **given)
     texts = ["text file \ufffd", "one", "jsonl one", "a <|endoftext|> b"]
     texts += ["d.parquet", "last", "e.parquet", "last"]
     val, train = rebuild(texts, tokenizer.load("bytes"), 5)
@@ -143,16 +151,12 @@ def test_shuffle_is_numpys_permutation(tmp_path):
     assert names == ["a_train_000001.bin"], "no val shard"
 
 
-def test_max_tokens_default_val_and_short_documents(tmp_path):
+def test_max_tokens_and_short_documents(tmp_path):
     prepare(tmp_path / "d", ASYNCIO, tokenizer="bytes", shard_tokens=40_000, max_tokens=100_001)
     sizes = [len(shard) for shard in shard_tokens(tmp_path / "d", "train")]
     assert sizes == [40_000, 40_000, 20_001]
-    prepare(tmp_path / "chars", ASYNCIO, tokenizer="chars")
-    files = text_files.local_files(ASYNCIO, text_files.Tally())
-    for name in ("d", "chars"):  # whose tokens have one byte
-        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
-        assert manifest["settings"]["val_tokens"] == sum(map(os.path.getsize, files)) // 100
     prepare(tmp_path / "long", ASYNCIO, tokenizer="bytes", min_document_tokens=9000, val_tokens=0)
+    files = text_files.local_files(ASYNCIO, text_files.Tally())
     texts = [text for path in files if len(text := Path(path).read_text()) >= 9000]
     _, train = rebuild(texts, tokenizer.load("bytes"), 0)
     assert 0 < len(texts) < len(files)
@@ -241,11 +245,9 @@ def test_disk_full(tmp_path, clean):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     try:
-        with pytest.raises(DataError, match="text_train_000001.bin") as error:
-            prepare(tmp_path / "d", **KILLS)
+        refused(DataError, "text_train_000001.bin", prepare, tmp_path / "d", **KILLS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    one_line(error)
     assert contents(tmp_path / "d").keys() == {"text_val_000000.bin", "manifest.json"}
     prepare(tmp_path / "d", **KILLS)
     assert contents(tmp_path / "d") == clean
@@ -289,7 +291,6 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(pack=4096, shard_tokens=4000), 2, "at least 4096"),
         (one | dict(text_key="messages"), 2, "template"),
     ]:
-        with pytest.raises(UserError, match=word) as error:
-            prepare(**{"out": "d", "tokenizer": "bytes", **settings})
-        assert one_line(error) and error.value.exit_code == code
+        given = {"out": "d", "tokenizer": "bytes", **settings}
+        assert refused(UserError, word, prepare, **given).exit_code == code
         shutil.rmtree("d", ignore_errors=True)

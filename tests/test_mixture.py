@@ -18,6 +18,7 @@ from conftest import (
     write_manifest,
     write_shard,
 )
+from test_fineweb import refused
 from test_loader import read_over_ranks
 
 from corpus import mixture
@@ -77,9 +78,7 @@ def test_names_and_weights(tmp_path, monkeypatch):
     }.items():
         assert mixture.folders(text) == expected
     for wrong in ("a,b", "a:1,", "a:0,b:1", "a:1,b:-0.5", "a:1e-6,b:1"):
-        with pytest.raises(UserError, match="weight") as error:
-            mixture.folders(wrong)
-        assert one_line(error)
+        refused(UserError, "weight", mixture.folders, wrong)
 
 
 @pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}])
@@ -100,8 +99,7 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     again.load_state_dict(state)
     assert np.array_equal(read_over_ranks([again], 480, T), expected[240:])
     other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
-    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]"):
-        other.load_state_dict(state)
+    refused(DataError, r"shares \[5, 4, 1\], not \[5, 3, 2\]", other.load_state_dict, state)
 
 
 def test_folders_that_do_not_go_together(three, tmp_path):
@@ -114,8 +112,7 @@ def test_folders_that_do_not_go_together(three, tmp_path):
     with pytest.raises(DataError) as error:
         TokenLoader(data_dir, "train", 4, 16)
     assert f"{tmp_path}/d has the tokenizer gpt2, {three}/a has bytes" in one_line(error)
-    with pytest.raises(DataError, match="x_train_000001.bin is damaged"):
-        verify(data_dir)
+    refused(DataError, "x_train_000001.bin is damaged", verify, data_dir)
 
 
 def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path):

@@ -9,7 +9,8 @@ import ranks
 import saved
 import torch
 from compare import CPU, LLAMA, gpt2
-from conftest import one_line, peak_bytes, save_model
+from conftest import peak_bytes, save_model
+from test_fineweb import refused
 from test_tokenizer import byte_level
 
 import sample
@@ -122,9 +123,8 @@ def test_a_folder_without_a_usable_template_is_one_line(chatty, template, words)
     folder, _ = chatty
     path = folder / "chat_template.jinja"
     path.unlink() if template is None else path.write_text(template)
-    with pytest.raises(UserError, match=words) as error:
-        sample.main(sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu"))
-    assert str(folder) in one_line(error)
+    cfg = sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu")
+    assert str(folder) in str(refused(UserError, words, sample.main, cfg))
 
 
 def written(path, source_of, precision):
@@ -194,6 +194,5 @@ def test_mistakes_are_one_line(tmp_path, settings, message, monkeypatch):
     run = str(save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") * ("chat" in settings):
         monkeypatch.setenv(name, "2" if "WORLD" in name else "1")
-    with pytest.raises(UserError, match=message) as error:
-        sample.main(sample.Config(**dict(checkpoint=run, tokenizer="bytes") | settings))
-    one_line(error)
+    cfg = sample.Config(**dict(checkpoint=run, tokenizer="bytes") | settings)
+    refused(UserError, message, sample.main, cfg)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from conftest import kept, one_line, save_model, train_here
+from conftest import kept, save_model, train_here
+from test_fineweb import refused
 
 import fineweb
 import validate
@@ -112,6 +113,4 @@ def test_mistakes(shards, tmp_path):
     ]:
         cfg = validate.Config(**settings, device="cpu")
         cfg.words = list(map(str, words))
-        with pytest.raises(UserError, match=word) as error:
-            validate.main(cfg)
-        one_line(error)
+        refused(UserError, word, validate.main, cfg)
