@@ -100,7 +100,8 @@ def rows_of(folder, *values, tally=None):
 def with_template(folder, template, to):
     """A copy of a tokenizer's folder with another chat template."""
     shutil.copytree(folder, to)
-    (to / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
+    config = dict(chat_template=template, eos_token="<|endoftext|>")
+    (to / "tokenizer_config.json").write_text(json.dumps(config))
     return to
 
 
@@ -165,30 +166,21 @@ def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, refe
 
 
 # The end of a turn behind what is marked, after a line break, and as the next role's token.
-BEHIND = CHATML.replace("{%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}").replace(
-    "| trim + '<|im_end|>'", "| trim"
-)
-NEXT_LINE = BEHIND.replace("{{- '<|im_end|>' }}", "{{- '\\n<|im_end|>' }}")
+NEXT_LINE = CHATML.replace("| trim + '<|im_end|>'", "| trim")
+NEXT_LINE = NEXT_LINE.replace("endgeneration %}", "endgeneration %}{{- '\\n<|im_end|>' }}")
 NO_END = (
     "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
-)
-MARKED_NO_END = NO_END.replace(
-    "{{ m.content }}",
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}",
 )
 TALK = ("user", "a?", "assistant", "yes", "user", "b?", "assistant", "no")
 
 
 @pytest.mark.parametrize("template, first, second", [
     (PLAIN, "yes<|im_end|>", "no<|im_end|>"),
-    (BEHIND, "yes<|im_end|>", "no<|im_end|>"),
     (NEXT_LINE, "yes\n<|im_end|>", "no\n<|im_end|>"),
     (NO_END, "yes<|im_end|>", "no"),
-    (MARKED_NO_END, "yes<|im_end|>", "no"),
 ])  # fmt: skip
-def test_the_token_that_ends_a_turn_carries_loss_and_stops_a_reply(
+def test_the_end_of_a_turn_carries_loss_and_stops_a_reply(
     chatml, tmp_path, template, first, second
 ):
     folder = with_template(chatml, template, tmp_path / "t")

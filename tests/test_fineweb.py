@@ -240,17 +240,18 @@ def test_kill_9_leaves_no_trace(tmp_path, clean):
 
 
 @pytest.mark.fault(25)
-def test_disk_full(tmp_path, clean):
+def test_disk_full(tmp_path):
     """The kernel's error, from a limit on the size of a file that is below a shard's."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings, limits = KILLS | dict(shuffle_seed=None), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     try:
-        refused(DataError, "text_train_000001.bin", prepare, tmp_path / "d", **KILLS)
+        refused(DataError, "text_train_000001.bin", prepare, tmp_path / "d", **settings)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path / "d").keys() == {"text_val_000000.bin", "manifest.json"}
-    prepare(tmp_path / "d", **KILLS)
-    assert contents(tmp_path / "d") == clean
+    for name in ("d", "whole"):
+        prepare(tmp_path / name, **settings)
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
 
 
 @pytest.mark.fault(91)

@@ -10,7 +10,6 @@ import ranks
 from compare import same_end
 from conftest import (
     flags,
-    one_line,
     read_rows,
     stdlib_bytes,
     train_here,
@@ -104,15 +103,12 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
 
 def test_folders_that_do_not_go_together(three, tmp_path):
     manifest = json.loads((three / "b/manifest.json").read_text())
-    (tmp_path / "d").mkdir()
-    path = write_shard(tmp_path / "d/x_train_000001.bin", range(100))
+    path = write_shard(tmp_path / "x_train_000001.bin", range(100))
     manifest |= {"tokenizer": "gpt2", "eot": 255, "shards": [{"name": path.name, "sha256": "0"}]}
-    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
-    data_dir = f"{three}/a:1,{tmp_path}/d:1"
-    with pytest.raises(DataError) as error:
-        TokenLoader(data_dir, "train", 4, 16)
-    assert f"{tmp_path}/d has the tokenizer gpt2, {three}/a has bytes" in one_line(error)
-    refused(DataError, "x_train_000001.bin is damaged", verify, data_dir)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    both, words = f"{three}/a:1,{tmp_path}:1", f"has the tokenizer gpt2, {three}/a has bytes"
+    refused(DataError, words, TokenLoader, both, "train", 4, 16)
+    refused(DataError, "x_train_000001.bin is damaged", verify, both)
 
 
 def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path):
