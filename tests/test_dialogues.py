@@ -314,18 +314,12 @@ def masked_step(words):
     norm = job.normalize_and_clip(sums)
     loss = job.figures.over_ranks(sums, norm, {}).get()[0]
     loader.close()
-    whole = {
-        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for n, p in job.state.model.named_parameters()
-    }
-    return loss, {name: grad.clone() for name, grad in whole.items()}, norm.item()
-
-
-def masked_step_in_rank(words):
-    """For ranks.call."""
-    found = masked_step(words)
+    grads = {}
+    for name, p in job.state.model.named_parameters():
+        whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        grads[name] = whole.clone()
     parallel.stop()
-    return found
+    return loss, grads, norm.item()
 
 
 @pytest.mark.parametrize("parallel_as", ["ddp", "fsdp", "context"])
@@ -350,7 +344,7 @@ def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(
     refs = {name: p.grad for name, p in model.named_parameters()}
     whole_norm = torch.cat([g.flatten() for g in refs.values()]).norm().item()
     over_ranks = [*own, *(f"--{name}={value}" for name, value in more.items())]
-    for found, grads, norm in [masked_step(own), *ranks.call(2, masked_step_in_rank, over_ranks)]:
+    for found, grads, norm in [masked_step(own), *ranks.call(2, masked_step, over_ranks)]:
         assert found == pytest.approx(expected.item(), rel=2e-6)
         torch.testing.assert_close(grads, refs, rtol=1e-4, atol=1e-7)
         assert norm == pytest.approx(whole_norm, rel=1e-5)

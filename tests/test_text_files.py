@@ -21,14 +21,6 @@ def line(text):
     return json.dumps({"text": text}).encode() + b"\n"
 
 
-def texts_of(out):
-    """The training documents of byte shards."""
-    ids = np.concatenate(shard_tokens(out, "train"))
-    return [
-        bytes(row[1:].tolist()).decode() for row in np.split(ids, np.flatnonzero(ids == 256)[1:])
-    ]
-
-
 def written(folder, **contents):
     """Writes files; a double underscore in a name is a dot."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +33,9 @@ def read(tmp_path, dataset, **settings):
     """(documents, printed text) of byte shards in a new folder."""
     out = tmp_path.parent / f"{tmp_path.name}-{len(list(tmp_path.parent.iterdir()))}"
     said = prepare(out, dataset, **dict(tokenizer="bytes", val_tokens=0) | settings)
-    return texts_of(out), said
+    ids = np.concatenate(shard_tokens(out, "train"))
+    rows = np.split(ids, np.flatnonzero(ids == 256)[1:])
+    return [bytes(row[1:].tolist()).decode() for row in rows], said
 
 
 @pytest.mark.fault(111)

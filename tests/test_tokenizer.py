@@ -109,11 +109,6 @@ def test_tokenizer_json(small, texts):
     assert tokenizer.load(str(small.parent)).encode("def f(x):") == tok.encode("def f(x):")
 
 
-def replaced(**changes):
-    """The text of the bytes' tokenizer.json with other parts."""
-    return json.dumps(json.loads(tokenizer.load("bytes").to_json()) | changes)
-
-
 OTHER = {"400": dict(content="<|im_start|>", special=True)}
 
 
@@ -128,12 +123,13 @@ OTHER = {"400": dict(content="<|im_start|>", special=True)}
     ({"vocab.json": {}, "merges.txt": {}}, "save_pretrained"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(files, word, tmp_path):
-    texts = {"PANIC": replaced(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA"))}
-    model = json.loads(replaced())["model"] | dict(dropout=0.5)
-    texts |= {"GOOD": replaced(), "{}": "{}", "DROPOUT": replaced(model=model)}
+    good = json.loads(tokenizer.load("bytes").to_json())
+    panics = dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA"))
+    drops = dict(model=good["model"] | dict(dropout=0.5))
+    texts = {"{}": {}, "GOOD": good, "PANIC": good | panics, "DROPOUT": good | drops}
     for name, content in files.items():
-        text = texts[content] if isinstance(content, str) else json.dumps(content)
-        (tmp_path / name).write_text(text)
+        content = texts[content] if isinstance(content, str) else content
+        (tmp_path / name).write_text(json.dumps(content))
     name = str(tmp_path) if files else "gpt5"
     error = refused(UserError, word, lambda: tokenizer.load(name).encode("x" * 60))
     assert name in str(error)
