@@ -200,8 +200,6 @@ def test_uint32_shards(tmp_path):
     assert (x.tolist(), y.tolist()) == ([row[:3]], [row[1:]]) and x.dtype == y.dtype == torch.int64
 
 
-# ---- kills and other faults
-
 KILLS = dict(tokenizer="bytes", shard_tokens=250_000, val_tokens=30_000, shuffle_seed=3)
 
 
@@ -282,11 +280,9 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (dict(dataset="./folder"), 2, ".csv"),
         (one, 3, "validation"),
         (dict(dataset="one.txt", val_tokens=9), 2, "last tenth"),
-        (dict(dataset="one.txt", pack=4), 2, "pack=4"),
         (one | dict(out="used"), 2, "x_train_000001.bin"),
         (one | dict(out="/proc/x"), 2, "out_dir"),
         (dict(shard_tokens=0, val_tokens=-1), 2, "shard_tokens=0.*val_tokens=-1"),
-        (one | dict(tokenizer="gpt5"), 2, "tokenizer=gpt5"),
         (one | dict(streaming=True), 2, "streaming=True"),
         (dict(dataset="one.txt", text_key="a, b"), 2, ".jsonl"),
         (dict(pack=4096, shard_tokens=4000), 2, "at least 4096"),

@@ -29,9 +29,9 @@ from measure import harness  # noqa: E402
 harness.BATCH_TOKENS = 300  # several batches
 
 SHAPE = dict(vocab_size=257, vocab_multiple=1, block_size=64, n_layer=2, n_head=4, n_embd=32)
+LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
 # no export
-ONCE = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, n_kv_head=2)
-ONCE |= dict(qk_norm=True, value_embeddings=1, attention_gate=True, tie_embeddings=False)
+ONCE = LLAMA | dict(qk_norm=True, value_embeddings=1, attention_gate=True, tie_embeddings=False)
 TEXTS = [example["ctx"] for example in made_up(12)]
 PAIRS = [(text, f" {word}") for text in TEXTS[:6] for word in ("a dog", "hill while they")]
 PAIRS += [("", "the dog"), ("the man  ", "walks"), ("x" * 100, "y" * 30), ("ab", "z" * 64)]
@@ -64,11 +64,12 @@ def once(tmp_path_factory):
     return language_model(checkpoint_of(tmp_path_factory.mktemp("once"), **ONCE))
 
 
-def test_equals_the_harness_on_the_export(tmp_path):
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_equals_the_harness_on_the_export(changes, tmp_path):
     pytest.importorskip("accelerate", reason="needs lm_eval[hf]")
     from lm_eval.models.huggingface import HFLM
 
-    folder, to = str(checkpoint_of(tmp_path / "run")), str(tmp_path / "hf")
+    folder, to = str(checkpoint_of(tmp_path / "run", **changes)), str(tmp_path / "hf")
     convert.main(convert.Config(checkpoint=folder, to_hf=to))
     ours = language_model(folder)
     theirs = HFLM(pretrained=to, dtype="float32", device="cpu", batch_size=1)

@@ -15,8 +15,6 @@ from corpus.loader import DataError, TokenLoader
 from corpus.shards import verify
 from system.files import digest
 
-# ---- damaged files
-
 
 @pytest.fixture
 def data(tmp_path):
@@ -115,9 +113,6 @@ def test_nanogpt_files(data, tmp_path):
         refused(DataError, "train.bin is damaged", TokenLoader, tmp_path, "train", 2, 8)
     write_shard(tmp_path / "x_train_000001.bin", stream[:50])
     refused(DataError, "keep one kind", TokenLoader, tmp_path, "train", 2, 8)
-
-
-# ---- the order
 
 
 def naive_rows(stream, T, seed=None):

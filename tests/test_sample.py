@@ -134,34 +134,30 @@ def written(path, source_of, precision):
     return sample.Config(**{source_of: str(path)}, device="cpu", parallel="fsdp")
 
 
-def divided_in_rank(settings, precision, world):
-    """A divided model beside the whole one, in logits and in memory.
+def divided_in_rank(*cases):
+    """For ranks.call: divided models beside the whole ones, in logits and in memory.
 
     Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
     load held, the most that a forward held.
     """
-    whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
+    found, world, ids = [], parallel.start("cpu"), torch.arange(48)[None]
 
     def check(shape, dtype, rows):
         if len(shape) and dtype.is_floating_point:
             assert rows and rows.stop - rows.start <= shape[0] / world.size, shape
 
-    saved.check_reads(check)
-    peak = peak_bytes(lambda: trained.load_model(settings, world, precision))
-    model, _ = trained.load_model(settings, world, precision)
-    ids = torch.arange(48)[None]
-    with torch.no_grad():
-        gathered = peak_bytes(lambda: model.logits(ids))
-        equal = torch.equal(model.logits(ids), whole.logits(ids))
-    parallel.free_gathered(model)
-    own = sum(shards.local(p).nbytes for p in model.parameters())
-    return equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered
-
-
-def both_divided_in_rank(*settings):
-    """For ranks.call."""
-    world = parallel.start("cpu")
-    found = [divided_in_rank(*one, world) for one in settings]
+    for settings, precision in cases:
+        plain = dataclasses.replace(settings, parallel="ddp")
+        whole, _ = trained.load_model(plain, world, precision)
+        saved.check_reads(check)
+        peak = peak_bytes(lambda cfg=settings, kind=precision: trained.load_model(cfg, world, kind))
+        model, _ = trained.load_model(settings, world, precision)
+        with torch.no_grad():
+            gathered = peak_bytes(lambda model=model: model.logits(ids))
+            equal = torch.equal(model.logits(ids), whole.logits(ids))
+        parallel.free_gathered(model)
+        own = sum(shards.local(p).nbytes for p in model.parameters())
+        found.append((equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered))
     parallel.stop()
     return found
 
@@ -169,7 +165,7 @@ def both_divided_in_rank(*settings):
 def test_two_ranks_hold_half_a_model_each_and_never_the_whole(tmp_path):
     kinds = ("checkpoint", "fp32"), ("pretrained", "bf16")  # reads of the first are checked
     cases = [(written(tmp_path / kind, kind, precision), precision) for kind, precision in kinds]
-    for in_rank in ranks.call(2, both_divided_in_rank, *cases):
+    for in_rank in ranks.call(2, divided_in_rank, *cases):
         for equal, own, size, peak, gathered in in_rank:
             assert equal and own == size / 2
             assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
@@ -181,7 +177,6 @@ def test_two_ranks_hold_half_a_model_each_and_never_the_whole(tmp_path):
     (dict(temperature=float("nan")), "temperature=nan"),
     gpt2(dict(tokenizer="gpt2"), "50,257"),
     (dict(checkpoint=None), "--checkpoint"),
-    (dict(parallel="fsdp"), "torchrun"),
     (dict(chat=True), "stdin"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, settings, message, monkeypatch):
