@@ -72,7 +72,7 @@ MUTATIONS = [
              "test_mixture.py -k prefix"),
     Mutation("corpus/chat.py", "found.append((len(before), len(after)))",
              "found.append((0, len(after)))", "questions carry loss", "test_dialogues.py"),
-    Mutation("corpus/writer.py", "position = (number + 1, 0)", "position = (number, 0)",
+    Mutation("corpus/writer.py", "document=number + 1, tokens=0", "document=number, tokens=0",
              "the last document of the validation is trained on", "test_fineweb.py -k kinds"),
     Mutation("kernels.py", "is_causal=True", "is_causal=False", "tokens see later ones",
              "test_convert.py -k logits"),

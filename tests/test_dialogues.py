@@ -12,8 +12,9 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, flags, losses, one_line, train_here, write_shard
-from test_fineweb import contents, prepare, shard_tokens, stopped_after
+from conftest import ROOT, flags, losses, train_here, write_shard
+from test_fineweb import contents, prepare, refused, shard_tokens, stopped_after
+from test_tokenizer import byte_level
 
 import model as models
 import train
@@ -28,7 +29,6 @@ from scale import parallel
 from settings import Config
 from system.errors import UserError
 
-tokenizers = pytest.importorskip("tokenizers")
 CHATML = (
     "{%- for message in messages %}\n"
     "    {{- '<|im_start|>' + message.role + '\\n' }}\n"
@@ -53,63 +53,59 @@ def questions():
     found, turns = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
-                turns += [
-                    ("user", f"What does {path.stem}.{node.name} do?"),
-                    ("assistant", said[:120]),
-                ]
-                if len(turns) // 2 > len(found) % 3:
-                    found.append([{"role": role, "content": content} for role, content in turns])
+            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+                turns += ["user", f"What does {path.stem}.{node.name} do?", "assistant", text[:120]]
+                if len(turns) // 4 > len(found) % 3:
+                    found.append(said(*turns))
                     turns = []
     return found[:240]
 
 
-def save_tokenizer(
-    folder, template, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **settings
-):
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def save_tokenizer(folder, template, special=MARKS, **settings):
     folder.mkdir()
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    options = dict(vocab_size=400, special_tokens=[*special], initial_alphabet=alphabet)
-    trainer = tokenizers.trainers.BpeTrainer(**options)
-    inner.train_from_iterator([m["content"] for messages in questions() for m in messages], trainer)
-    inner.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": template, **settings})
-    )
+    texts = [message["content"] for messages in questions() for message in messages]
+    byte_level(folder, texts, vocab_size=400, special=special)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": template, **settings}))
     return folder
 
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory):
-    return save_tokenizer(
-        tmp_path_factory.mktemp("tokenizers") / "chatml", PLAIN, eos_token="<|im_end|>"
-    )
+    folder = tmp_path_factory.mktemp("tokenizers") / "chatml"
+    return save_tokenizer(folder, PLAIN, eos_token="<|im_end|>")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, chatml):
     """(folder of shards of the dialogues, the file of the dialogues)."""
     root = tmp_path_factory.mktemp("chats")
-    lines = [
-        json.dumps({"messages": messages, "id": i}) + "\n" for i, messages in enumerate(questions())
-    ]
+    lines = [json.dumps({"messages": messages, "id": 1}) + "\n" for messages in questions()]
     (root / "chats.jsonl").write_text("".join(lines))
     settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001)
     assert "of them with loss" in prepare(root / "d", root / "chats.jsonl", **settings)
     return root / "d", root / "chats.jsonl"
 
 
-def rows_of(folder, *values, tally=None, tools=None):
+def rows_of(folder, *values, tally=None):
     """The rows of dialogues, or of pairs if they are tuples."""
-    pairs = any(isinstance(value, tuple) for value in values)
+    pairs = isinstance(values[0], tuple)
     dialogues = Dialogues(tokenizer.load(str(folder)), tally or Tally(), pairs)
-    return list(dialogues.rows(Document(f"a:{i}", v, tools) for i, v in enumerate(values, 1)))
+    return list(dialogues.rows(Document(f"a:{i}", value) for i, value in enumerate(values, 1)))
 
 
-def test_messages_of_other_forms_are_read_or_refused(chatml, tmp_path):
+def with_template(folder, template, to):
+    """A copy of a tokenizer's folder with another chat template."""
+    shutil.copytree(folder, to)
+    config = dict(chat_template=template, eos_token="<|endoftext|>")
+    (to / "tokenizer_config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_messages_of_other_forms_are_read_or_refused():
     """Parts of text, arguments as JSON, fields that parquet fills with None, a system prompt."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     assert chat.normalized(parts) == said("user", "hello")
@@ -117,8 +113,8 @@ def test_messages_of_other_forms_are_read_or_refused(chatml, tmp_path):
     (found,) = chat.normalized([{"role": "assistant", "tool_calls": [call]}])
     assert found["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
     for content in (None, 42, [{"type": "image"}]):
-        with pytest.raises(DataError, match="content|text"):
-            chat.normalized([{"role": "user", "text": "a", "content": content}])
+        messages = [{"role": "user", "text": "a", "content": content}]
+        refused(DataError, "content|text", chat.normalized, messages)
     record = {"messages": said("user", "a", "assistant", "b"), "system": "Be brief.", "tools": None}
     record["messages"][1]["extra"] = {"city": None}
     one = text_files.document("a:1", record, ("messages",), Tally())
@@ -150,24 +146,19 @@ def read_mask(folder, split):
 # As Qwen3's: reasoning of earlier turns is dropped, so that no answer is found by rendering without
 # it.
 FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
-    "%}"
-    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split()[-1] }}{% endif %}{{ "
-    "'<|im_end|>' }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content if loop.last else m.content.split()[-1] }}<|im_end|>"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
 )
 
 
-@pytest.mark.parametrize(
-    "ours, reference", [(PLAIN, CHATML), (CHATML, CHATML), (FORGETFUL, FORGETFUL)]
-)
+@pytest.mark.parametrize("ours, reference", [(PLAIN, CHATML), (FORGETFUL, FORGETFUL)])
 @pytest.mark.fault(114)
 def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, reference):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(chatml)
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    (folder / "chat_template.jinja").write_text(ours)
-    for row, messages in zip(rows_of(folder, *questions()), questions(), strict=True):
+    folder, some = with_template(chatml, ours, tmp_path / "t"), questions()[:80]
+    for row, messages in zip(rows_of(folder, *some), some, strict=True):
         options = dict(chat_template=reference, return_dict=True, return_assistant_tokens_mask=True)
         expected = theirs.apply_chat_template(messages, **options)
         assert row["token"].tolist() == [0, *expected["input_ids"]]
@@ -175,73 +166,44 @@ def test_tokens_and_masks_are_those_of_transformers(chatml, tmp_path, ours, refe
 
 
 # The end of a turn behind what is marked, after a line break, and as the next role's token.
-BEHIND = CHATML.replace("{%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}").replace(
-    "| trim + '<|im_end|>'", "| trim"
-)
-NEXT_LINE = BEHIND.replace("{{- '<|im_end|>' }}", "{{- '\\n<|im_end|>' }}")
+NEXT_LINE = CHATML.replace("| trim + '<|im_end|>'", "| trim")
+NEXT_LINE = NEXT_LINE.replace("endgeneration %}", "endgeneration %}{{- '\\n<|im_end|>' }}")
 NO_END = (
     "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
-)
-MARKED_NO_END = NO_END.replace(
-    "{{ m.content }}",
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}",
 )
 TALK = ("user", "a?", "assistant", "yes", "user", "b?", "assistant", "no")
 
 
 @pytest.mark.parametrize("template, first, second", [
     (PLAIN, "yes<|im_end|>", "no<|im_end|>"),
-    (BEHIND, "yes<|im_end|>", "no<|im_end|>"),
     (NEXT_LINE, "yes\n<|im_end|>", "no\n<|im_end|>"),
     (NO_END, "yes<|im_end|>", "no"),
-    (MARKED_NO_END, "yes<|im_end|>", "no"),
 ])  # fmt: skip
-def test_the_token_that_ends_a_turn_carries_loss_and_stops_a_reply(
+def test_the_end_of_a_turn_carries_loss_and_stops_a_reply(
     chatml, tmp_path, template, first, second
 ):
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    config = dict(chat_template=template, eos_token="<|endoftext|>")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = with_template(chatml, template, tmp_path / "t")
     (row,) = rows_of(folder, said(*TALK))
     assert with_loss(folder, row) == [first, second]
     tok = tokenizer.load(str(folder))
     assert chat.stop_ids(folder, tok) == {tok.eot, tok.special["<|im_end|>"]}
 
 
-@pytest.mark.parametrize("template", [BEHIND, NEXT_LINE, MARKED_NO_END])
-def test_beyond_the_end_of_turn_masks_are_those_of_transformers(chatml, template):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(chatml)
-    ours = chat.Template(chatml, tokenizer.load(str(chatml)))
-    ours.text, ours.marks_answers = template, True
-    options = dict(chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
-    for messages in questions()[:40]:
-        ids, loss = ours.tokens(messages)
-        expected = theirs.apply_chat_template(messages, **options)
-        mask = np.array(expected["assistant_masks"], bool)
-        assert list(ids) == expected["input_ids"] and loss[mask].all()
-        more = {theirs.decode([ids[at]]).strip() for at in np.flatnonzero(loss & ~mask)}
-        assert more <= {"<|im_end|>", ""}
-
-
-@pytest.mark.parametrize("key", ["weight", "train", "training"])
 @pytest.mark.parametrize("template", [PLAIN, CHATML])
-def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template, key):
+def test_answers_of_no_weight_have_no_loss(chatml, tmp_path, template):
     """As in OpenAI's files and axolotl's."""
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    (folder / "chat_template.jinja").write_text(template)
-    messages = said(*TALK)
-    messages[1][key] = 0
-    messages[3][key] = True
-    tally = Tally()
-    rows = rows_of(folder, messages, [messages[1]], tally=tally)
-    assert with_loss(folder, rows[0]) == ["no<|im_end|>"] and not len(rows[1])
-    assert "1 dialogues without an answer" in str(tally)
-    messages[1][key] = 0.5
-    with pytest.raises(DataError, match=f"a:1: {key}=0.5"):
-        rows_of(folder, messages)
+    folder = with_template(chatml, template, tmp_path / "t")
+    for key in ("weight", "train", "training"):
+        messages = said(*TALK)
+        messages[1][key] = 0
+        messages[3][key] = True
+        tally = Tally()
+        rows = rows_of(folder, messages, [messages[1]], tally=tally)
+        assert with_loss(folder, rows[0]) == ["no<|im_end|>"] and not len(rows[1])
+        assert "1 dialogues without an answer" in str(tally)
+        messages[1][key] = 0.5
+        refused(DataError, f"a:1: {key}=0.5", rows_of, folder, messages)
 
 
 def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
@@ -280,15 +242,12 @@ def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
 
 
 def test_prompt_and_completion_without_a_template(tmp_path):
-    pairs = [*((f"{i}+{i}=", str(2 * i)) for i in range(50)), ("x", "")]
-    lines = [json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs]
+    lines = [json.dumps({"q": q, "a": a}) + "\n" for q, a in (("7+7=", "14"), ("x", ""))]
     (tmp_path / "p.jsonl").write_text("".join(lines))
     prepare(tmp_path / "d", tmp_path / "p.jsonl", text_key="q,a", tokenizer="bytes", val_tokens=0)
     tokens, loss = read_mask(tmp_path / "d", "train")
-    expected = [(256, True)] + [(ord(c), False) for c in "7+7="] + [(ord(c), True) for c in "14"]
-    at = np.flatnonzero(tokens == 256)
-    assert len(at) == 50
-    assert list(zip(tokens[at[7] : at[8]].tolist(), loss[at[7] : at[8]].tolist())) == expected
+    assert tokens.tolist() == [256, *b"7+7=14"]
+    assert loss.tolist() == [True, *[False] * 4, True, True]
 
 
 def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
@@ -302,16 +261,13 @@ def test_shards_and_loader_hold_every_dialogue_for_any_rank(data, chatml):
     tokens, loss = found["train"]
     T, n = 100, len(tokens)
     targets = np.where(loss, tokens.astype(int), -100)
-    for world, B in [(1, 4), (2, 2)]:
-        loaders = [
-            TokenLoader(folder, "train", B, T, rank, world, vocab_size=400) for rank in range(world)
-        ]
-        for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
-            x, y = zip(*[loader.next() for loader in loaders])
-            at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
-            assert np.array_equal(torch.cat(x), tokens[at])
-            assert np.array_equal(torch.cat(y), targets[(at + 1) % n])
-        [loader.close() for loader in loaders]
+    loaders = [TokenLoader(folder, "train", 2, T, rank, 2, vocab_size=400) for rank in range(2)]
+    for k in range(2 * n // (4 * T)):  # two epochs, so that rows wrap around
+        x, y = zip(*[loader.next() for loader in loaders])
+        at = (np.arange(4 * k, 4 * k + 4)[:, None] % -(-n // T) * T + np.arange(T)) % n
+        assert np.array_equal(torch.cat(x), tokens[at])
+        assert np.array_equal(torch.cat(y), targets[(at + 1) % n])
+    [loader.close() for loader in loaders]
 
 
 def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
@@ -319,15 +275,17 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
 ):
     monkeypatch.setattr(packing, "DOCUMENTS", 40)  # a sixth of them
     _, file = data
-    settings = dict(
-        text_key="messages", tokenizer=str(chatml), val_tokens=2000, shard_tokens=3001, pack=256
-    )
+    settings = dict(text_key="messages", tokenizer=str(chatml), val_tokens=2000)
+    settings |= dict(shard_tokens=3001, pack=256)
     prepare(tmp_path / "d", file, **settings)
-    for count in (2, 3, 5):
+    for count in (2, 4):
         with stopped_after(count):
             prepare(tmp_path / "stopped", file, **settings)
     prepare(tmp_path / "stopped", file, **settings)
-    assert contents(tmp_path / "stopped") == contents(tmp_path / "d")
+    assert (whole := contents(tmp_path / "stopped")) == contents(tmp_path / "d")
+    assert whole["chats_val_000000.bin"] == contents(data[0])["chats_val_000000.bin"]
+    # whole groups of 256 tokens
+    assert {len(shard) for shard in shard_tokens(tmp_path / "d", "train")[:-1]} == {11 * 256}
 
     def documents(folder):
         tokens, loss = read_mask(folder, "train")
@@ -336,11 +294,14 @@ def test_packing_keeps_masks_with_their_tokens_and_goes_on_after_a_stop(
         return sorted(pairs[a:b] for a, b in zip(at, at[1:]))
 
     assert documents(tmp_path / "d") == documents(data[0])
+    for T, warnings in ((256, 0), (64, 1)):  # of another block_size
+        loader = TokenLoader(tmp_path / "d", "train", 1, T)
+        assert len(loader.warnings) == warnings
+        loader.close()
 
 
-SHAPE = dict(
-    vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512, max_steps=4, eval_interval=4
-)
+SHAPE = dict(vocab_size=400, vocab_multiple=1, tokenizer=None, batch_tokens=512)
+SHAPE |= dict(max_steps=4, eval_interval=4)
 
 
 def masked_step(words):
@@ -353,18 +314,12 @@ def masked_step(words):
     norm = job.normalize_and_clip(sums)
     loss = job.figures.over_ranks(sums, norm, {}).get()[0]
     loader.close()
-    whole = {
-        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for n, p in job.state.model.named_parameters()
-    }
-    return loss, {name: grad.clone() for name, grad in whole.items()}, norm.item()
-
-
-def masked_step_in_rank(words):
-    """For ranks.call."""
-    found = masked_step(words)
+    grads = {}
+    for name, p in job.state.model.named_parameters():
+        whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        grads[name] = whole.clone()
     parallel.stop()
-    return found
+    return loss, grads, norm.item()
 
 
 @pytest.mark.parametrize("parallel_as", ["ddp", "fsdp", "context"])
@@ -389,26 +344,26 @@ def test_the_gradients_are_those_of_the_mean_over_all_answers_of_the_step(
     refs = {name: p.grad for name, p in model.named_parameters()}
     whole_norm = torch.cat([g.flatten() for g in refs.values()]).norm().item()
     over_ranks = [*own, *(f"--{name}={value}" for name, value in more.items())]
-    for found, grads, norm in [masked_step(own), *ranks.call(2, masked_step_in_rank, over_ranks)]:
+    for found, grads, norm in [masked_step(own), *ranks.call(2, masked_step, over_ranks)]:
         assert found == pytest.approx(expected.item(), rel=2e-6)
         torch.testing.assert_close(grads, refs, rtol=1e-4, atol=1e-7)
         assert norm == pytest.approx(whole_norm, rel=1e-5)
 
 
-def test_a_step_without_answers_has_a_loss_of_zero(data, tmp_path):
+def test_a_step_without_answers_has_no_loss(data, tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
     tokens = np.concatenate(shard_tokens(data[0], "train"))[:2001]
-    path = write_shard(folder / "x_train_000001.bin", tokens)
-    mask_path(path).write_bytes(np.packbits(np.arange(2001) > 200, bitorder="little").tobytes())
-    write_shard(folder / "x_val_000000.bin", tokens)
-    mask_path(folder / "x_val_000000.bin").write_bytes(bytes(251))
+    for name, loss in {"x_train_000001": np.arange(2001) > 200, "x_val_000000": [0] * 2001}.items():
+        path = write_shard(folder / f"{name}.bin", tokens)
+        mask_path(path).write_bytes(np.packbits(loss, bitorder="little").tobytes())
     settings = SHAPE | dict(eval_interval=0, batch_tokens=128)
     log = train_here(folder, tmp_path / "run", **settings)
     first = next(line for line in log if line["kind"] == "train")
-    assert first["loss"] == first["norm"] == 0.0 and 3 < losses(log)[4] < 8
-    with pytest.raises(DataError, match="eval_tokens=1024 holds no row of block_size=32 with loss"):
-        train_here(folder, tmp_path / "val", **settings | dict(eval_interval=4))
+    assert first["loss"] is None and first["norm"] == 0.0 and 3 < losses(log)[4] < 8
+    settings["eval_interval"] = 4
+    val = tmp_path / "val"
+    refused(DataError, "no row of block_size=32 with loss", train_here, folder, val, **settings)
 
 
 def test_damaged_masks(data, tmp_path):
@@ -417,14 +372,11 @@ def test_damaged_masks(data, tmp_path):
     mask = folder / "chats_train_000001.mask"
     good = mask.read_bytes()
     mask.write_bytes(bytes([good[0] ^ 4]) + good[1:])
-    with pytest.raises(DataError, match="chats_train_000001.mask is damaged"):
-        verify(folder)
+    refused(DataError, "chats_train_000001.mask is damaged", verify, folder)
     for damage in (lambda: mask.write_bytes(good[:-1]), mask.unlink):
         damage()
-        with pytest.raises(DataError, match="expected 376"):
-            TokenLoader(folder, "train", 1, 16)
-    with pytest.raises(DataError, match="no file"):
-        verify(folder)
+        refused(DataError, "expected 376", TokenLoader, folder, "train", 1, 16)
+    refused(DataError, "no file", verify, folder)
 
 
 CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}"
@@ -439,8 +391,5 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
     (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),
 ])  # fmt: skip
 def test_bad_dialogues_are_refused_in_one_line(chatml, tmp_path, template, messages, word):
-    folder = shutil.copytree(chatml, tmp_path / "t")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(UserError, match=word) as error:
-        rows_of(folder, messages)
-    one_line(error)
+    folder = with_template(chatml, template, tmp_path / "t")
+    refused(UserError, word, rows_of, folder, messages)

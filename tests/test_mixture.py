@@ -10,7 +10,6 @@ import ranks
 from compare import same_end
 from conftest import (
     flags,
-    one_line,
     read_rows,
     stdlib_bytes,
     train_here,
@@ -18,6 +17,8 @@ from conftest import (
     write_manifest,
     write_shard,
 )
+from test_fineweb import refused
+from test_loader import read_over_ranks
 
 from corpus import mixture
 from corpus.loader import DataError, TokenLoader
@@ -36,8 +37,7 @@ def three(tmp_path_factory):
         (root / name).mkdir()
         held_out = np.array(tokens[11_000 + 600 * i :][:600])
         held_out[held_out == 256] = 10
-        if name == "a":
-            held_out[300] = 256
+        held_out[300] = 256 if name == "a" else 10
         paths = [write_shard(root / name / "x_val_000000.bin", held_out)]
         paths += [write_shard(root / name / "x_train_000001.bin", tokens[3000 * i :][:n])]
         write_manifest(paths)
@@ -48,40 +48,36 @@ def mix(root, **weights):
     return ",".join(f"{root / name}:{weight}" for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("number", [1, 2, 7, 30])
 def test_every_prefix_has_the_shares_to_within_a_row(number):
     rng = random.Random(number)
-    text = ",".join(f"x{i}:{rng.random() + 1e-3}" for i in range(number))
-    weights = [weight for _, weight in mixture.folders(text)]
-    counts, period = [0] * number, sum(weights)
-    for n, (folder, before) in enumerate(mixture.turns(weights), 1):
+    text = ",".join(f"x{i}:{rng.random() + 1e-2:.3f}" for i in range(number))
+    weights = np.array([weight for _, weight in mixture.folders(text)])
+    counts, period = np.zeros(number, int), weights.sum()
+    for n, (folder, before) in enumerate(mixture.turns(weights.tolist()), 1):
         assert before == counts[folder]
         counts[folder] += 1
-        assert all(
-            abs(count * period - n * weight) < period for count, weight in zip(counts, weights)
-        )
-    assert counts == weights
+        assert (np.abs(counts * period - n * weights) < period).all()
+    assert (counts == weights).all()
 
 
 def test_names_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name in ("wiki", "wiki:2024"):  # what exists as it is written is the folder
+        (tmp_path / name).mkdir()
     for text, expected in {
         "data/a:0.7, data/b:0.3": [("data/a", 7), ("data/b", 3)],
         "a:1e-3,b:1": [("a", 1), ("b", 999)],
         "data/a": [("data/a", 1)],
         "data/a:0.2": [("data/a", 1)],
         "c:/data/a": [("c:/data/a", 1)],
+        "wiki:2024": [("wiki:2024", 1)],
+        "wiki:2024:1,wiki:3": [("wiki:2024", 1), ("wiki", 3)],
+        "wiki:5": [("wiki", 1)],
     }.items():
         assert mixture.folders(text) == expected
-    for name in ("wiki", "wiki:2024"):  # what exists as it is written is the folder
-        (tmp_path / name).mkdir()
-    assert mixture.folders("wiki:2024") == [("wiki:2024", 1)]
-    assert mixture.folders("wiki:2024:1,wiki:3") == [("wiki:2024", 1), ("wiki", 3)]
-    assert mixture.folders("wiki:5") == [("wiki", 1)]
     for wrong in ("a,b", "a:1,", "a:0,b:1", "a:1,b:-0.5", "a:1e-6,b:1"):
-        with pytest.raises(UserError, match="weight") as error:
-            mixture.folders(wrong)
-        assert one_line(error)
+        refused(UserError, "weight", mixture.folders, wrong)
 
 
 @pytest.mark.parametrize("order", [{}, {"shuffle_seed": 3}])
@@ -91,37 +87,28 @@ def test_rows_are_each_folders_own_in_one_order_for_all_ranks(three, order):
     turns = itertools.cycle("abc"[k] for k, _ in mixture.turns([5, 3, 2]))
     # two epochs of b
     expected = np.concatenate([read_rows(alone[next(turns)], 1) for _ in range(720)])
-    for world, B in [(1, 6), (2, 3), (3, 1)]:
-        parts = []
-        for rank in range(world):
-            loader = TokenLoader(data_dir, "train", B, T, rank, world, **order)
-            parts.append(read_rows(loader, 240 // (B * world)).reshape(-1, B, T + 1))
-            state = json.loads(json.dumps(loader.state_dict()))
-            loader.close()
-        assert np.array_equal(np.stack(parts, 1).reshape(-1, T + 1), expected[:240])
-    again = TokenLoader(data_dir, "train", 4, T, **order)
-    again.load_state_dict(state)
-    assert np.array_equal(read_rows(again, 120), expected[240:])
-    again.close()
-    other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
-    with pytest.raises(DataError, match=r"shares \[5, 4, 1\], not \[5, 3, 2\]"):
-        other.load_state_dict(state)
     for loader in alone.values():
         loader.close()
+    for world, B in [(1, 6), (3, 1)]:
+        numbers = range(world)
+        loaders = [TokenLoader(data_dir, "train", B, T, n, world, **order) for n in numbers]
+        assert np.array_equal(read_over_ranks(loaders, 240, T), expected[:240])
+        state = json.loads(json.dumps(loaders[-1].state_dict()))
+    again = TokenLoader(data_dir, "train", 4, T, **order)
+    again.load_state_dict(state)
+    assert np.array_equal(read_over_ranks([again], 480, T), expected[240:])
+    other = TokenLoader(mix(three, a=0.5, b=0.4, c=0.1), "train", 4, T, **order)
+    refused(DataError, r"shares \[5, 4, 1\], not \[5, 3, 2\]", other.load_state_dict, state)
 
 
 def test_folders_that_do_not_go_together(three, tmp_path):
     manifest = json.loads((three / "b/manifest.json").read_text())
-    (tmp_path / "d").mkdir()
-    path = write_shard(tmp_path / "d/x_train_000001.bin", range(100))
+    path = write_shard(tmp_path / "x_train_000001.bin", range(100))
     manifest |= {"tokenizer": "gpt2", "eot": 255, "shards": [{"name": path.name, "sha256": "0"}]}
-    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
-    data_dir = f"{three}/a:1,{tmp_path}/d:1"
-    with pytest.raises(DataError) as error:
-        TokenLoader(data_dir, "train", 4, 16)
-    assert f"{tmp_path}/d has the tokenizer gpt2, {three}/a has bytes" in one_line(error)
-    with pytest.raises(DataError, match="x_train_000001.bin is damaged"):
-        verify(data_dir)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    both, words = f"{three}/a:1,{tmp_path}:1", f"has the tokenizer gpt2, {three}/a has bytes"
+    refused(DataError, words, TokenLoader, both, "train", 4, 16)
+    refused(DataError, "x_train_000001.bin is damaged", verify, both)
 
 
 def test_a_run_shows_shares_and_each_validation_loss_and_is_the_same_over_ranks(three, tmp_path):

@@ -9,7 +9,9 @@ import ranks
 import saved
 import torch
 from compare import CPU, LLAMA, gpt2
-from conftest import one_line, peak_bytes, save_model
+from conftest import peak_bytes, save_model
+from test_fineweb import refused
+from test_tokenizer import byte_level
 
 import sample
 from corpus import chat, tokenizer
@@ -31,38 +33,8 @@ TEMPLATE = """{{- bos_token }}
 TINY = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16, block_size=32)
 
 
-def said(*turns):
-    roles = ("user", "assistant", "user")
-    return [dict(role=role, content=content) for role, content in zip(roles, turns)]
-
-
-@pytest.fixture
-def run(tmp_path):
-    cfg = GPTConfig(**TINY)
-    save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg)
-    return str(tmp_path / "run")
-
-
-def config(run, **settings):
-    return sample.Config(**dict(checkpoint=run, tokenizer="bytes", device="cpu") | settings)
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_samples_of_two_ranks_are_printed_in_order_as_by_one(run, mode):
-    words = [f"--checkpoint={run}", "--tokenizer=bytes", "--device=cpu"]
-    more = "--prompt=so --n_samples=5 --max_new_tokens=8 --no_stop".split()
-    alone = ranks.run(0, words + more, "sample.py")
-    both = ranks.run(2, [*words, *more, f"--parallel={mode}"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    texts, last = both.outputs[0].rsplit("-" * 80, 1)
-    assert texts == alone.stdout.rsplit("-" * 80, 1)[0] and len(set(texts.split("-" * 80))) == 5
-    assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
-    assert last.startswith("\n40 tokens in ") and both.outputs[1] == both.stderr == ""
-    talk = ranks.run(2, [*words, "--chat"], "sample.py")
-    assert talk.codes == [2, 2] and "stdin" in talk.stderr and talk.stderr.count("\n") == 1
-
-
-def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
+def test_samples_of_two_ranks_are_printed_in_order_as_by_one(tmp_path, mode, capsys):
     """In a model that ends its text with one token in six; 40 tokens go beyond block_size."""
     cfg = GPTConfig(**TINY, tie_embeddings=False)
     model = build(cfg, CPU, seed=0)
@@ -70,50 +42,42 @@ def test_ranks_of_a_divided_model_go_on_until_the_last_sample_ends(tmp_path):
         for weight in (model.norm.weight, model.norm.bias, model.head.weight):
             weight.zero_()
         model.norm.bias[0], model.head.weight[256, 0] = 1, 4
-    save_model(tmp_path / "run", model, cfg)
-    words = "--tokenizer=bytes --n_samples=5 --max_new_tokens=40 --device=cpu --temperature=1"
-    words = [f"--checkpoint={tmp_path}/run", *words.split(), "--top_k=None"]
-    alone = ranks.run(0, words, "sample.py")
-    both = ranks.run(2, [*words, "--parallel=fsdp"], "sample.py")
-    assert alone.returncode == both.returncode == 0, both.stderr
-    texts, expected = (done.outputs[0].rsplit("-" * 80, 1)[0] for done in (both, alone))
-    # the samples differ in length
+    settings = dict(checkpoint=str(save_model(tmp_path / "run", model, cfg)), prompt="so")
+    settings |= dict(tokenizer="bytes", device="cpu", n_samples=5, max_new_tokens=40)
+    settings |= dict(temperature=1, top_k=None)
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    both = ranks.run(2, [*words, f"--parallel={mode}"], "sample.py")
+    assert both.returncode == 0 and both.outputs[1] == both.stderr == "", both.stderr
+    sample.main(sample.Config(**settings))
+    texts, last = both.outputs[0].rsplit("-" * 80, 1)
+    expected, _ = capsys.readouterr().out.rsplit("-" * 80, 1)
     assert texts == expected and len(set(map(len, texts.split("-" * 80)))) > 2
+    assert all(text.lstrip("\n").startswith("so") for text in texts.split("-" * 80))
+    assert " tokens in " in last
 
 
 @pytest.fixture
 def chatty(tmp_path):
     """A small Llama's Hugging Face folder; transformers wrote its tokenizer and chat template."""
     transformers = pytest.importorskip("transformers")
-    inner = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"]
-    inner.train_from_iterator(
-        [TEMPLATE], vocab_size=300, special_tokens=special, show_progress=False
-    )
-    marks = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-    tok = inner._tokenizer
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, chat_template=TEMPLATE, **marks
-    )
+    path = str(byte_level(tmp_path, [TEMPLATE], special=special))
+    own = dict(bos_token=special[0], eos_token="<|eot_id|>", chat_template=TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, **own)
     shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
     folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
     theirs.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(
-        json.dumps(dict(eos_token_id=[1, 4, True, None, "x"]))
-    )
+    ends = dict(eos_token_id=[1, 4, True, None, "x"])
+    (folder / "generation_config.json").write_text(json.dumps(ends))
     return folder, theirs
 
 
-@pytest.mark.parametrize("place", ["jinja", "string", "list"])
-def test_a_conversation_is_written_as_transformers_does(chatty, place):
+def said(*turns):
+    return [dict(role=r, content=c) for r, c in zip(("user", "assistant", "user"), turns)]
+
+
+def test_a_conversation_is_written_as_transformers_does(chatty):
     folder, theirs = chatty
-    if place != "jinja":
-        (folder / "chat_template.jinja").unlink()
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        named = [dict(name="tool", template="{{ x.y }}"), dict(name="default", template=TEMPLATE)]
-        config["chat_template"] = TEMPLATE if place == "string" else named
-        config["eos_token"] = dict(content="<|eot_id|>", lstrip=False)
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tok = tokenizer.load(str(folder))
     talk = said("  hi <|eot_id|> dé ", "yes", "x")
     expected = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
@@ -122,8 +86,9 @@ def test_a_conversation_is_written_as_transformers_does(chatty, place):
     assert tok.encode("<|eot_id|>")[0] > 4  # and in other text they are not
     assert chat.stop_ids(folder, tok) == {1, 3, 4}
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="of no id")))
-    left = {1, 3, 4} if place == "jinja" else {1, 4}  # with the template goes its end of turn
-    assert chat.stop_ids(folder, tok) == left
+    assert chat.stop_ids(folder, tok) == {1, 3, 4}  # by the template's end of turn
+    (folder / "chat_template.jinja").unlink()
+    assert chat.stop_ids(folder, tok) == {1, 4}
 
 
 def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
@@ -142,79 +107,82 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
 
 
 @pytest.mark.fault(83)
-def test_a_folder_without_a_usable_template_is_one_line(run, chatty):
+@pytest.mark.parametrize("template, words", [
+    ("{{ raise_exception('no\nuser') }}", "its chat template fails: TemplateError: no user"),
+    ("{% if %}", "its chat template fails"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+    (None, "has no chat template"),
+])  # fmt: skip
+def test_a_folder_without_a_usable_template_is_one_line(chatty, template, words):
     folder, _ = chatty
-    for template, words in {
-        "{{ raise_exception('no\nuser') }}": "its chat template fails: TemplateError: no user",
-        "{% if %}": "its chat template fails",
-        "{% for i in range(10**9) %}{% endfor %}": "Range too big",
-        "{{ messages.__class__.__mro__ }}": "SecurityError: access to attribute '__class__'",
-        None: "has no chat template",
-    }.items():
-        path = folder / "chat_template.jinja"
-        path.unlink() if template is None else path.write_text(template)
-        with pytest.raises(UserError, match=words) as error:
-            sample.main(sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu"))
-        assert str(folder) in one_line(error)
+    path = folder / "chat_template.jinja"
+    path.unlink() if template is None else path.write_text(template)
+    cfg = sample.Config(pretrained=str(folder), chat=True, prompt="hi", device="cpu")
+    assert str(folder) in str(refused(UserError, words, sample.main, cfg))
 
 
-def written(path, source_of, precision, **shape):
-    """(a model whose weights were written to `path`, the settings that name it)."""
-    cfg = GPTConfig(**shape, n_head=4, block_size=64, tie_embeddings=False, **LLAMA)
+def written(path, source_of, precision):
+    """The settings of a model whose weights were written to `path`."""
+    shape = dict(n_embd=128, n_hidden=256, n_layer=12, vocab_size=256, n_head=4, block_size=64)
+    cfg = GPTConfig(**shape, tie_embeddings=False, **LLAMA)
     model = build(cfg, CPU, seed=0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     if source_of == "checkpoint":
         save_model(path, model, cfg)
     else:
         hf.save_hf(model, path, "bfloat16")
-    return model, sample.Config(**{source_of: str(path)}, device="cpu")
+    return sample.Config(**{source_of: str(path)}, device="cpu", parallel="fsdp")
 
 
-def divided_in_rank(settings, precision, ids):
-    """For ranks.call: a divided model beside the whole one, in logits and in memory.
+def divided_in_rank(*cases):
+    """For ranks.call: divided models beside the whole ones, in logits and in memory.
 
     Returns whether their logits are equal, and bytes: of its part, of the whole, the most that a
     load held, the most that a forward held.
     """
-    world = parallel.start("cpu")
-    whole, _ = trained.load_model(dataclasses.replace(settings, parallel="ddp"), world, precision)
+    found, world, ids = [], parallel.start("cpu"), torch.arange(48)[None]
 
     def check(shape, dtype, rows):
         if len(shape) and dtype.is_floating_point:
             assert rows and rows.stop - rows.start <= shape[0] / world.size, shape
 
-    saved.check_reads(check)
-    peak = peak_bytes(lambda: trained.load_model(settings, world, precision))
-    model, _ = trained.load_model(settings, world, precision)
-    with torch.no_grad():
-        gathered = peak_bytes(lambda: model.logits(ids))
-        equal = torch.equal(model.logits(ids), whole.logits(ids))
-    parallel.free_gathered(model)
-    own = sum(shards.local(p).nbytes for p in model.parameters())
+    for settings, precision in cases:
+        plain = dataclasses.replace(settings, parallel="ddp")
+        whole, _ = trained.load_model(plain, world, precision)
+        saved.check_reads(check)
+        peak = peak_bytes(lambda cfg=settings, kind=precision: trained.load_model(cfg, world, kind))
+        model, _ = trained.load_model(settings, world, precision)
+        with torch.no_grad():
+            gathered = peak_bytes(lambda model=model: model.logits(ids))
+            equal = torch.equal(model.logits(ids), whole.logits(ids))
+        parallel.free_gathered(model)
+        own = sum(shards.local(p).nbytes for p in model.parameters())
+        found.append((equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered))
     parallel.stop()
-    return equal, own, sum(p.nbytes for p in whole.parameters()), peak, gathered
+    return found
 
 
-@pytest.mark.parametrize("source_of, precision", [("pretrained", "bf16"), ("checkpoint", "fp32")])
-def test_two_ranks_hold_half_a_model_each_and_never_the_whole(source_of, precision, tmp_path):
-    shape = dict(n_embd=128, n_hidden=256, n_layer=12, vocab_size=256)
-    _, settings = written(tmp_path / source_of, source_of, precision, **shape)
-    settings.parallel = "fsdp"
-    found = ranks.call(2, divided_in_rank, settings, precision, torch.arange(48)[None])
-    for equal, own, size, peak, gathered in found:
-        assert equal and own == size / 2
-        assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
-        assert gathered < 0.5 * size  # a few units at a time, each a twelfth
+def test_two_ranks_hold_half_a_model_each_and_never_the_whole(tmp_path):
+    kinds = ("checkpoint", "fp32"), ("pretrained", "bf16")  # reads of the first are checked
+    cases = [(written(tmp_path / kind, kind, precision), precision) for kind, precision in kinds]
+    for in_rank in ranks.call(2, divided_in_rank, *cases):
+        for equal, own, size, peak, gathered in in_rank:
+            assert equal and own == size / 2
+            assert peak < 1.6 * size  # the half, and the mapped file, which the profiler counts
+            assert gathered < 0.5 * size  # a few units at a time, each a twelfth
 
 
 @pytest.mark.parametrize("settings, message", [
     (dict(top_k=0, n_samples=0), "n_samples=0.*top_k=0"),
     (dict(temperature=float("nan")), "temperature=nan"),
-    (dict(seed=-1), "seed=-1"),
     gpt2(dict(tokenizer="gpt2"), "50,257"),
     (dict(checkpoint=None), "--checkpoint"),
-    (dict(parallel="fsdp"), "torchrun"),
+    (dict(chat=True), "stdin"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(run, settings, message):
-    with pytest.raises(UserError, match=message) as error:
-        sample.main(config(run, **settings))
-    one_line(error)
+def test_mistakes_are_one_line(tmp_path, settings, message, monkeypatch):
+    cfg = GPTConfig(**TINY)
+    run = str(save_model(tmp_path / "run", build(cfg, CPU, seed=0), cfg))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") * ("chat" in settings):
+        monkeypatch.setenv(name, "2" if "WORLD" in name else "1")
+    cfg = sample.Config(**dict(checkpoint=run, tokenizer="bytes") | settings)
+    refused(UserError, message, sample.main, cfg)

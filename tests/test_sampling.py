@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import CPU, LLAMA, small
+from test_fineweb import refused
 
 from fast import forms
 from model import GPT, Attention, Block, LearnedPositions, build
@@ -14,13 +15,12 @@ from run.build import compile_model
 from system.errors import UserError
 
 GPU = pytest.mark.gpu
-GROUPED = dict(
-    n_kv_head=2, qk_norm=True, tie_embeddings=False, value_embeddings=1, attention_gate=True
-)
+GROUPED = dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False)
+GROUPED |= dict(value_embeddings=1, attention_gate=True)
 MODELS = {
     "gpt2": {},
     "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math", embedding_mix=1),
-    "llama_grouped": LLAMA | GROUPED,
+    "llama_grouped": GROUPED,
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }
 models = pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
@@ -42,9 +42,9 @@ def prompt(B, T):
 
 
 @models
-@pytest.mark.parametrize("B, T, new", [(3, 5, 45), (2, 39, 3), (1, 45, 4), (2, 1, 8)])
+@pytest.mark.parametrize("B, T, new", [(3, 5, 45), (1, 45, 4), (2, 1, 8)])
 def test_tokens_are_those_without_a_cache(changes, B, T, new):
-    """Across block_size = 40 tokens, at it, and from a prompt beyond it; greedy and drawn."""
+    """Across block_size = 40 tokens, and from a prompt beyond it; greedy and drawn."""
     model, ids = random_model(**changes), prompt(B, T)
     for options in (GREEDY, DRAWN):
         found = sampling.generate(model, ids, new, **options)
@@ -53,28 +53,18 @@ def test_tokens_are_those_without_a_cache(changes, B, T, new):
 
 
 @models
-@pytest.mark.parametrize(
-    "device, dtype, bound",
-    [
-        ("cpu", None, 2e-5),
-        ("cpu", torch.bfloat16, 0.1),
-        pytest.param("cuda", torch.bfloat16, 0.1, marks=GPU),
-    ],
-)
-def test_logits_are_close(changes, device, dtype, bound, monkeypatch):
-    """The bound is in standard deviations of the logits.
-
-    In bf16 0.05 is measured: attention rounds anew.
-    """
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_logits_are_close(changes, device, monkeypatch):
+    """The bound is in standard deviations of the logits; 0.05 is measured."""
     model, ids, found = random_model(n_embd=128, **changes).to(device), prompt(2, 40).to(device), []
     monkeypatch.setattr(forms, "enabled", {"cuda"})
-    with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         expected = model.logits(ids)[:, 9:39]
         cache = sampling.make_cache(model, 0)
         cache.prefill(ids[:, :9], room=40)
         for at in range(9, 39):
             found.append(cache.step(ids[:, at], at).clone())
-    assert (torch.stack(found, 1) - expected).abs().max() < bound * expected.std()
+    assert (torch.stack(found, 1) - expected).abs().max() < 0.1 * expected.std()
 
 
 def test_one_cache_serves_texts_one_after_another():
@@ -89,13 +79,9 @@ def test_one_cache_serves_texts_one_after_another():
         assert torch.equal(found, expected)
 
 
-def shift(forward, part):
+def shifted(self, x, idx, positions):
     """A block whose input comes in part from the token before."""
-
-    def shifted(self, x, idx, positions):
-        return forward(self, x.lerp(F.pad(x, (0, 0, 1, 0))[:, :-1], part), idx, positions)
-
-    return shifted
+    return forward(self, x.lerp(F.pad(x, (0, 0, 1, 0))[:, :-1], 0.01), idx, positions)
 
 
 def computed_positions(self, x, positions):
@@ -114,12 +100,11 @@ def fails(self, idx, positions=None):
     return hidden(self, idx)
 
 
-hidden = GPT.hidden
+hidden, forward = GPT.hidden, Block.forward
 
 
 @pytest.mark.parametrize("owner, name, edit, words", [
-    (Block, "forward", shift(Block.forward, 0.5), "mixes tokens outside of attn.core"),
-    (Block, "forward", shift(Block.forward, 0.01), "mixes tokens outside of attn.core"),
+    (Block, "forward", shifted, "mixes tokens outside of attn.core"),
     (GPT, "hidden", block_twice, ""),  # a cache for each of its calls
     (GPT, "hidden", fails, "AssertionError"),
     (Attention, "core", staticmethod(lambda q, k, v, *_: v), "a KV cache goes around attn.core"),
@@ -157,8 +142,7 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
 def test_weights_that_are_nan_give_no_text():
     model = random_model()
     model.wte.weight.data.fill_(math.nan)
-    with pytest.raises(UserError, match="NaN"):
-        next(sampling.steps(model, prompt(1, 3), 2))
+    refused(UserError, "NaN", next, sampling.steps(model, prompt(1, 3), 2))
 
 
 def test_top_k_and_temperature():
