@@ -235,7 +235,6 @@ def test_the_gpu_with_the_least_memory_decides(monkeypatch):
 @pytest.mark.parametrize("words, message", [
     (["memory", "--world=0"], "world=0"),
     (["memory", "--precision=fp32"], "precision=fp32"),
-    (["memory", "--attention=math"], "attention=math"),
     (["memory", "--ops=torch"], "ops=torch"),
     (["memory", "--world=8", "--n_head=7"], "n_head=7"),
     (["step", *TINY, "--precision=fp8"], "precision=fp8"),

@@ -192,14 +192,13 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     shutil.rmtree(out)
     manifest = json.loads((moved / "manifest.json").read_text())
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.keys()
-    sample.main(
-        configure(sample.Config, [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"])
-    )
+    words = [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]
+    sample.main(configure(sample.Config, words))
     assert capsys.readouterr().out.startswith("ab")
 
 
 @pytest.mark.fault(97)
-def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, capsys):
+def test_what_a_strangers_links_name_is_not_copied_out(tmp_path):
     """But a hub's cache consists of links, into its own blobs/."""
     text = ["".join(map(chr, range(32, 127)))]
     folder, cache = tmp_path / "folder", tmp_path / "models--a/snapshots/1"
@@ -218,7 +217,6 @@ def test_what_a_strangers_links_and_manifest_name_is_not_copied_out(tmp_path, ca
     saved = save_model(tmp_path / "run", model, cfg, 1)
     assert {*names} & {path.name for path in saved.iterdir()} == set()
     assert (saved / "tokenizer.json").exists()
-    assert capsys.readouterr().err.count("is a link out of its folder") == 3
     assert tokenizer.load(str(folder)).special.keys() == {"<|endoftext|>"}
     assert chat.template_of(folder) is None
     saved = save_model(tmp_path / "other", model, Config(**SMALL, tokenizer=str(cache)), 1)

@@ -8,9 +8,7 @@ def judged(memory, dt):
     """[whether each row of the table holds] for 1,000 steps, given as functions of the step."""
     steps = np.arange(1, 1001)
     samples = memory(steps)[::20, None].astype(float)
-    log = [
-        dict(kind="train", step=int(step), dt_ms=float(ms)) for step, ms in zip(steps, dt(steps))
-    ]
+    log = [dict(kind="train", step=step, dt_ms=ms) for step, ms in zip(steps, dt(steps))]
     return [holds for *_, holds in soak.flat(soak.Config(steps=1000), samples, log)]
 
 
