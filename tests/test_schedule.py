@@ -74,7 +74,6 @@ FSDP = dict(parallel="fsdp")
 MODES = [
     pytest.param(2, {}, (6,), id="ddp"),
     slow(2, FSDP, (4, 6), id="fsdp"),
-    slow(4, dict(parallel="hsdp", shard_size=2, batch_size=1), (), id="hsdp"),
     slow(2, FSDP | dict(context_parallel=2), (), id="context"),
 ]
 
