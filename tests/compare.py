@@ -33,9 +33,8 @@ costly = slow if GPU else repeated
 
 def small(**changes):
     """The settings of a model that costs a test little."""
-    return GPTConfig(
-        **dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32) | changes
-    )
+    own = dict(vocab_size=100, block_size=16, n_layer=2, n_head=4, n_embd=32)
+    return GPTConfig(**own | changes)
 
 
 def error(a, b):
@@ -67,11 +66,8 @@ def copied(run, step, to):
 
 def same_run(one, other, **bounds):
     """Asserts that two runs, `one` of one process, log the same losses, samples and end `alike`."""
-    texts = [
-        [line["texts"] for line in read_log(run) if line["kind"] == "sample"]
-        for run in (one, other)
-    ]
-    assert texts[0] == texts[1]
+    texts = lambda run: [line.get("texts") for line in read_log(run) if line["kind"] == "sample"]
+    assert texts(one) == texts(other)
     for kind in ("train", "val"):
         a, b = losses(read_log(one), kind), losses(read_log(other), kind)
         assert a == pytest.approx(b, rel=4e-6) and len(a) > 2
@@ -102,14 +98,12 @@ def alike(found, expected, start, moments=1e-4, weights=5e-3):
 
     Weights are compared relative to how far they moved; one that did not move is to be equal. AdamW
     divides a gradient by its size: where one is all but cancelled, its rounding moves a weight as
-    far as others move in a step. That is little of the way of a whole tensor, but more than any
-    bound on one number that would show a fault. With AVX-512, AVX2 and plain code the largest
-    ratios were 7e-6 and 3e-4.
+    far as others move in a step. With AVX-512, AVX2 and plain code the largest ratios were 7e-6
+    and 3e-4.
 
-    Rounding of a gradient is relative to the terms of its sum, not to the sum. Errors of moments
-    below NOISE of the norm of all moments are none; where a tensor has no larger moments, its
-    weights follow rounding alone, as of k's bias, which without RoPE moves no loss, and are not
-    compared.
+    Errors of moments below NOISE of the norm of all moments are none; where a tensor has no larger
+    ones, its weights follow rounding alone, as of k's bias, which without RoPE moves no loss, and
+    are not compared.
     """
     a, b = (moments_of(tensors) for tensors in (found, expected))
     assert a.keys() == b.keys()

@@ -15,7 +15,6 @@ import faults
 import interpreter
 import numpy as np
 import pytest
-import ranks
 import torch
 
 if not torch.cuda.is_available():
@@ -38,7 +37,7 @@ from saved import load_model, save_model  # noqa: E402, F401
 
 import kernels  # noqa: E402
 import train  # noqa: E402
-from configurator import configure  # noqa: E402
+from configurator import configure, run  # noqa: E402
 from fast import forms  # noqa: E402
 from settings import Config  # noqa: E402
 from system import files  # noqa: E402
@@ -187,12 +186,10 @@ def peak_bytes(work):
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         kept = work()  # freed after the profile
-    events = [
-        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
     del kept
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes))
 
 
 @pytest.fixture
@@ -254,11 +251,8 @@ def data_dir(tmp_path_factory):
 def flags(data_dir, out_dir, **settings):
     """Words of the test recipe on byte shards."""
     base = dict(data_dir=data_dir, out_dir=out_dir, vocab_size=257, device="cpu", tokenizer="bytes")
-    base["prove"] = False
-    return [
-        "config/test.py",
-        *(f"--{k}={v}" for k, v in (base | {"eval_interval": 0} | settings).items()),
-    ]
+    base |= dict(prove=False, eval_interval=0) | settings
+    return ["config/test.py", *(f"--{name}={value}" for name, value in base.items())]
 
 
 def train_here(data_dir, out_dir, **settings):
@@ -266,9 +260,6 @@ def train_here(data_dir, out_dir, **settings):
     with contextlib.chdir(ROOT), mock.patch("run.source.check"):  # edits while tests run
         train.main(configure(Config, flags(data_dir, out_dir, **settings)))
     return read_log(out_dir)
-
-
-train_ranks = ranks.run
 
 
 def train_in_rank(words, compiler="inductor"):
@@ -280,6 +271,11 @@ def train_in_rank(words, compiler="inductor"):
     except UserError as error:
         return error.exit_code, str(error)
     return 0, ""
+
+
+def train_each(words):
+    """For ranks.attempt: train.py as a script, with other words in each rank."""
+    run(train.main, configure(Config, words[int(os.environ["RANK"])]))
 
 
 def tell(number=signal.SIGTERM):

@@ -91,9 +91,12 @@ def torchrun(ranks, words, script="train.py", timeout=300):
 
 
 def environment():
-    """Variables of a run: one thread a rank, since ranks share the cores; no hub."""
+    """Variables of a run: one thread a rank, since ranks share the cores; no hub.
+
+    A rank killed by a signal of its own, such as SIGSEGV, prints its stacks.
+    """
     own = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
-    return os.environ | own
+    return os.environ | own | dict(PYTHONFAULTHANDLER="1")
 
 
 def free_port():

@@ -1,28 +1,22 @@
-"""The one place in tests that knows the form of a checkpoint: others look into one through it.
+"""Checkpoints as tests write them and look into them.
 
-    tensors, state = saved.load(saved.find(out_dir))
-    tensors["model"]["wte.weight"], saved.first_moments(folder)["wte.weight"], state["step"]
-
-Tests of what a checkpoint promises, and of what a run does with one, hold in any form of it.
+tensors, state = saved.load(saved.find(out_dir))
+tensors["model"]["wte.weight"], saved.first_moments(folder)["wte.weight"], state["step"]
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
 import torch
 
 from run import checkpoint, pack
-from run.resume import Start
 from scale import parallel
-from settings import Config
 from system import files
 
 Error = pack.CheckpointError  # of a checkpoint that cannot be taken, or written
 CPU = torch.device("cpu")
 ONE = parallel.World(0, 1, CPU)
-
-folders = checkpoint.folders  # a run's, oldest first
+of_rank = pack.rank_tree
 
 
 def find(path):
@@ -50,20 +44,10 @@ def load(folder):
     return read, state
 
 
-def load_state(folder):
-    """What a checkpoint says beside tensors: step, tokens, seconds, config."""
-    return json.loads((folder / "state.json").read_text())
-
-
 def position(state):
-    """The loader's part of what `load_state` returns."""
+    """The loader's part of a checkpoint's state."""
     leaves = state["leaves"].items()
     return {name: value for name, value in leaves if name.startswith("loader/")}
-
-
-def best(out_dir):
-    """best.json of a run: the step and score of its best checkpoint, the step last evaluated."""
-    return checkpoint.read_best(out_dir)
 
 
 def first_moments(folder):
@@ -90,6 +74,21 @@ def parts(folder):
     return found
 
 
+def model_of(saved):
+    """The GPT of a SavedModel, on the CPU."""
+    return checkpoint.model_of(saved, CPU)
+
+
+def load_model(path):
+    """The model of a run's folder or a checkpoint, on the CPU."""
+    return model_of(checkpoint.open_model(path))
+
+
+def restore_rank(tree, model):
+    """Puts back what `of_rank` gave."""
+    pack.load_rank(model, tree)
+
+
 # -- written by tests
 
 
@@ -103,7 +102,7 @@ def save(out_dir, step, tensors, state, keep_last=2, last=None):
     score = state.pop("val_loss", None)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     if last is None:
-        last = max(map(checkpoint.step_of, folders(out_dir)), default=None)
+        last = max(map(checkpoint.step_of, checkpoint.folders(out_dir)), default=None)
     one = checkpoint.Saver(ONE, out_dir, keep_last, last=last)
     own = {f"{kind}.safetensors": of_kind for kind, of_kind in tensors.items()}
     one.write(step, own, state)
@@ -123,12 +122,7 @@ def sign(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def saver(world, out_dir, keep_last, async_save=False, saved=lambda *_: None):
-    """What saves a run: save(train.State, config=...), written(), wait().
-
-    saved(step, folder) follows each save.
-    """
-    return checkpoint.Saver(world, out_dir, keep_last, async_save, saved=saved)
+# -- until this process ends
 
 
 def while_writing(before=None, after=None, put=setattr):
@@ -148,33 +142,10 @@ def while_writing(before=None, after=None, put=setattr):
     put(checkpoint, "save_file", around)
 
 
-# -- read by runs
-
-
-def saved_model(path):
-    """The SavedModel of a run's folder or a checkpoint."""
-    return checkpoint.open_model(path)
-
-
-def model_of(saved):
-    """The GPT of a SavedModel, on the CPU."""
-    return checkpoint.model_of(saved, CPU)
-
-
-def load_model(path):
-    """The model of a run's folder or a checkpoint, on the CPU."""
-    return model_of(saved_model(path))
-
-
-def fill(model, tensors):
-    """Copies {name: tensor} of a whole model into a model; raises Error where they do not fit."""
-    checkpoint.load_weights(model, tensors)
-
-
 def check_reads(check):
     """Has check(shape, dtype, rows) called at each reading of a stored tensor.
 
-    rows: a slice; None for all. Until this process ends.
+    rows: a slice; None for all.
     """
     read = checkpoint.MergedTensor.__getitem__
 
@@ -183,37 +154,3 @@ def check_reads(check):
         return read(stored, rows)
 
     checkpoint.MergedTensor.__getitem__ = checked
-
-
-class Opened(Start):
-    """A start that takes a checkpoint of weights alone, and of any shape."""
-
-    def compare(self):
-        pass
-
-
-def start(out_dir, resume="none", overwrite=False):
-    """A run's start: `folder` of the checkpoint that it takes, or None; prepare_out_dir()."""
-    return Opened(Config(out_dir=str(out_dir), resume=resume, overwrite=overwrite))
-
-
-def resume(folder, state, cfg):
-    """Fills a new train.State of one process with all that a run takes from a checkpoint.
-
-    Returns (the start's warnings, best.json).
-    """
-    options = dict(out_dir=str(folder.parent), resume=str(folder), dry_run=True)
-    began = Start(dataclasses.replace(cfg, **options))
-    fill(state.model, began.weights)
-    began.restore(state)
-    return began.warnings, best(folder.parent)
-
-
-def of_rank(model):
-    """What is a rank's own: random numbers, and fp8's largest magnitudes."""
-    return pack.rank_tree(model)
-
-
-def restore_rank(tree, model):
-    """Puts back what `of_rank` gave."""
-    pack.load_rank(model, tree)

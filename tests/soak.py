@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from conftest import ROOT, read_log, stdlib_bytes, write_shard
+from conftest import ROOT, flags, read_log, stdlib_bytes, write_shard
+from ranks import environment
 from saved import problem
 
 import configurator
@@ -60,56 +61,42 @@ def make_data(folder):
     tokens = stdlib_bytes(1_000_000)
     write_shard(folder / "py_val_000000.bin", tokens[:50_000])
     write_shard(folder / "py_train_000001.bin", tokens[50_000:])
-    examples = [
-        dict(ctx=f"{i} is", endings=["odd", "even", "red", "big"], label=i % 4) for i in range(200)
-    ]
+    own = dict(endings=["odd", "even", "red", "big"])
+    examples = [own | dict(ctx=f"{i} is", label=i % 4) for i in range(200)]
     (folder / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder, folder / "hellaswag.jsonl"
 
 
 def command(cfg, data, hellaswag):
     every = max(1, cfg.steps // 20)
-    settings = dict(data_dir=data, tokenizer="bytes", vocab_size=257, out_dir=data.parent / "run")
-    settings |= dict(
-        device=cfg.device, max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1
-    )
-    settings |= dict(eval_interval=every, eval_tokens=4096, overwrite=True, sample_interval=every)
+    settings = dict(max_steps=cfg.steps, log_interval=every, shuffle_seed=1, dropout=0.1)
+    settings |= dict(eval_interval=every, eval_tokens=4096, sample_interval=every)
     settings |= dict(hellaswag_interval=every, hellaswag_file=hellaswag, sample_prompt="def ")
-    settings |= dict(save_interval=every, async_save=True, keep_last=2)
+    settings |= dict(save_interval=every, async_save=True, keep_last=2, device=cfg.device)
     # launching kernels is nearly all that so small a step does: few of them
     if cfg.device == "cuda":
         settings |= dict(compile=True, batch_size=16)
-    launcher = (
-        f"-m torch.distributed.run --standalone --nproc_per_node={cfg.ranks} "
-        "train.py config/test.py"
-    )
-    return [
-        sys.executable,
-        *launcher.split(),
-        *(f"--{key}={value}" for key, value in settings.items()),
-    ]
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.ranks} train.py"
+    return [sys.executable, *launcher.split(), *flags(data, data.parent / "run", **settings)]
 
 
 def train(cfg, words, out_dir):
-    """Runs the command; returns rows of (step, MiB of rank 0, of rank 1, ...) as an array."""
+    """Runs the command; returns rows of the ranks' MiB, at even times, as an array."""
     shutil.rmtree(out_dir, ignore_errors=True)
-    env, samples = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, []
-    with open(out_dir.parent / "console.log", "w") as console:
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=env, stdout=console, stderr=subprocess.STDOUT
-        )
+    samples, log = [], out_dir.parent / "console.log"
+    with open(log, "w") as console:
+        options = dict(cwd=ROOT, env=environment(), stdout=console, stderr=console)
+        process = subprocess.Popen(words, **options)
         try:
             while process.poll() is None:
-                used, step = memory_of_ranks(process.pid), last_step(out_dir / "log.jsonl")
-                if step and len(used) == cfg.ranks:
-                    samples.append([step, *used])
+                used = memory_of_ranks(process.pid)
+                if (out_dir / "log.jsonl").exists() and len(used) == cfg.ranks:
+                    samples.append(used)
                 time.sleep(cfg.every_s)
         finally:
             process.terminate()
     if process.returncode:
-        raise UserError(
-            f"the run ended with {process.returncode}; see {out_dir.parent / 'console.log'}"
-        )
+        raise UserError(f"the run ended with {process.returncode}; see {log}")
     return np.array(samples, dtype=float)
 
 
@@ -123,23 +110,11 @@ def memory_of_ranks(torchrun):
     return [n * os.sysconf("SC_PAGE_SIZE") / 2**20 for n in pages if n]  # 0: it has ended
 
 
-def last_step(log):
-    """The step of the last whole line of log.jsonl; 0 without one."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
-            return json.loads(file.read().split(b"\n")[-2])["step"]
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 def complete(cfg, folder, log):
     """Rows of the table, (what, found, limit, whether it holds), on whether all work was done."""
     saved = list(folder.glob("step_*"))
-    counts = [
-        sum(line["kind"] == kind for line in log)
-        for kind in ("train", "val", "hellaswag", "sample")
-    ]
+    kinds = [line["kind"] for line in log]
+    counts = [kinds.count(kind) for kind in ("train", "val", "hellaswag", "sample")]
     times = 1 + cfg.steps // max(1, cfg.steps // 20)
     bad = [path for path in saved if problem(path)]
     left = list(folder.glob(".writing*"))
@@ -154,26 +129,24 @@ def complete(cfg, folder, log):
 
 def flat(cfg, samples, log):
     """Rows of the table, as `complete`: have memory and step time stayed?"""
-    rows, late = [], samples[samples[:, 0] >= SETTLED * samples[-1, 0]]
+    rows, late = [], samples[int(SETTLED * len(samples)) :]
     # medians: an evaluation takes some MiB for a moment
     parts = np.array_split(late, min(16, len(late)))
     late = np.array([np.median(part, axis=0) for part in parts])
-    for rank, memory in enumerate(late.T[1:]):
-        line = np.polyval(np.polyfit(late[:, 0], memory, 1), late[:, 0])
-        growth = (line[-1] - line[0]) / line.mean()
-        found = f"{line[0]:.1f} to {line[-1]:.1f} MiB, {growth:+.2%}"
-        rows.append(
-            (f"memory of rank {rank}", found, f"growth under {GROWTH:.0%}", growth < GROWTH)
-        )
+    for rank, memory in enumerate(late.T):
+        slope, first = np.polyfit(range(len(memory)), memory, 1)
+        rise = slope * (len(memory) - 1)
+        growth = rise / memory.mean()
+        found = f"{first:.1f} to {first + rise:.1f} MiB, {growth:+.2%}"
+        limit = f"growth under {GROWTH:.0%}"
+        rows.append((f"memory of rank {rank}", found, limit, growth < GROWTH))
     dt = np.array([[line["step"], line["dt_ms"]] for line in log if line["kind"] == "train"])
     at, ms = dt.T
     ends = [(cfg.steps * a, cfg.steps * (a + 0.2)) for a in (0.2, 0.8)]
     second, last = (np.median(ms[(at > a) & (at <= b)]) for a, b in ends)
-    found, slower = f"{second:.2f} to {last:.2f} ms, {last / second - 1:+.1%}", last / second - 1
-    return [
-        *rows,
-        ("step time, median of fifths", found, f"growth under {SLOWER:.0%}", slower < SLOWER),
-    ]
+    slower = last / second - 1
+    found, limit = f"{second:.2f} to {last:.2f} ms, {slower:+.1%}", f"growth under {SLOWER:.0%}"
+    return [*rows, ("step time, median of fifths", found, limit, slower < SLOWER)]
 
 
 if __name__ == "__main__":

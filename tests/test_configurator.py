@@ -50,9 +50,8 @@ def test_a_number_or_a_word():
 
     found = [configure(Rows, [f"--rows={word}"]).rows for word in ("auto", "8", "1e3")]
     assert found == ["auto", 8, 1000]
-    for word in ("aut", "0.5", "None"):
-        with pytest.raises(UserError, match=f"rows={word} .*auto"):
-            configure(Rows, [f"--rows={word}"])
+    with pytest.raises(UserError, match="rows=0.5 .*auto"):
+        configure(Rows, ["--rows=0.5"])
 
 
 def test_file_imports_computes_and_is_overridden(tmp_path):
@@ -63,55 +62,10 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
     assert make(str(tmp_path / "c"), "--name=y") == cfg
 
 
-PRINTS = r"""
-import sys
-from dataclasses import dataclass
-import configurator
-from system import errors
-
-@dataclass
-class Config:
-    name: str = "x"
-    needed: bool = False
-
-def main(cfg):
-    for _ in range(3):
-        (errors.say if cfg.needed else print)("caf\u00e9 \u6771\u4eac \U0001f642")
-    errors.warn("\u6771\u4eac")
-    print("to the end", file=sys.stderr)
-
-configurator.run(main, Config)
-"""
-
-
-def printed(redirect, *words, **environment):
-    """(exit code, stdout, stderr) of PRINTS in a shell; UNREAD is a pipe whose reader is gone."""
-    reader, unread = os.pipe()
-    os.close(reader)
-    shell = f'"$0" -c "$@" {redirect.replace("UNREAD", str(unread))}'
-    command = ["bash", "-c", shell, sys.executable, PRINTS, *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run(command, env=env, capture_output=True, pass_fds=[unread])
-    os.close(unread)
-    return done.returncode, done.stdout, done.stderr.decode()
-
-
-def test_what_a_console_cannot_show_is_escaped():
-    code, out, err = printed("", "--needed", PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
-    assert code == 0 and err.endswith("to the end\n")
-    words = "caf\u00e9 \u6771\u4eac \U0001f642\n" * 3
-    assert out == words.encode("ascii", "backslashreplace")
-
-
-def test_a_script_ends_quietly_where_nobody_reads():
-    assert printed(">&UNREAD", "--needed")[::2] == (141, "")
-
-
 @pytest.mark.parametrize("word, message", [
     ("--n_layers=1", "n_layer?"),
     ("--lr=abc", "lr=abc"),
     ("--n_layer=0.5", "n_layer=0.5"),
-    ("--n_layer=None", "n_layer=None"),
     ("--n_layer=inf", "n_layer=inf"),
     ("--kind=c", "kind=c"),
     ("--compile=maybe", "compile=maybe"),
@@ -155,26 +109,26 @@ def script(words, code="", name="train.py", **env):
 NO_TORCH = "assert not {'torch', 'datasets'}.intersection(sys.modules)"  # slow to import
 
 
-@pytest.mark.parametrize("name", "fineweb sample hellaswag validate convert plot bench".split())
+@pytest.mark.parametrize(
+    "name", "train fineweb sample hellaswag validate convert plot bench".split()
+)
 def test_help_of_every_script_is_instant_and_fits_the_terminal(name):
     done = script(["--help"], NO_TORCH, name=f"{name}.py")
     assert done.returncode == 0 and f"python {name}.py" in done.stdout, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_making_shards_needs_no_torch(tmp_path):
+def test_shards_and_the_estimate_of_memory_need_no_torch(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 40)
     words = [f"--dataset={tmp_path}/a.jsonl", "--tokenizer=bytes", f"--out_dir={tmp_path}/d"]
     code = "assert 'torch' not in sys.modules"
     done = script(words, code, name="fineweb.py", HF_DATASETS_CACHE=str(tmp_path / "hf"))
     assert done.returncode == 0 and (tmp_path / "d/manifest.json").exists(), done.stderr
+    done = script(["memory", "config/gpt2_124m.py"], NO_TORCH, name="bench.py")
+    assert done.returncode == 0 and "GiB" in done.stdout, done.stderr
 
 
-def test_help_and_mistakes_of_train_need_no_torch():
-    done = script(["--help"], NO_TORCH)
-    assert done.returncode == 0 and "--n_layer=12" in done.stdout, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    for word, said in (("--lerning_rate=1", "lr?"), ("--n_head=5", "n_head=5")):
-        done = script(["config/test", word], NO_TORCH)
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-        assert said in done.stderr
+def test_a_mistake_needs_no_torch():
+    done = script(["config/test", "--n_head=5"], NO_TORCH)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "n_head=5" in done.stderr

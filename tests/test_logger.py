@@ -1,6 +1,5 @@
 """run/logger.py: figures, the time that is left, warnings, and a log that stays readable."""
 
-import json
 import math
 import os
 import runpy
@@ -44,7 +43,7 @@ def take(log, step, seconds, loss=3.0, norm=1.0, tokens=None, **extras):
 
 
 def lines(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    return read_log(tmp_path / "run")
 
 
 @pytest.mark.parametrize("graph, expected", [(False, 6 * (30.0 + 4) / 5), (True, 6.0)])
@@ -105,24 +104,26 @@ def test_a_spike_is_told_and_noise_is_not(tmp_path, capsys):
     assert (line["kind"], line["step"]) == ("spike", 400) and line["z"] > 6
 
 
-def train_without_a_reader(words):
-    """For ranks.attempt: train.py on an ASCII console whose reader, such as a tee, is gone."""
+def without_a_reader(script, words):
+    """For ranks.attempt: a script on an ASCII console whose reader, such as a tee, is gone."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="ascii")
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="ascii")
-    sys.argv = ["train.py", *map(str, words)]
-    runpy.run_path("train.py", run_name="__main__")
+    sys.argv = [script, *map(str, words)]
+    runpy.run_path(script, run_name="__main__")
 
 
-def test_a_run_outlives_its_console(data_dir, tmp_path):
+def test_a_run_outlives_its_console_and_another_script_ends(data_dir, tmp_path):
     """The samples of an untrained model are not ASCII."""
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
-    assert ranks.attempt(0, train_without_a_reader, words)[0].codes == [0]
+    assert ranks.attempt(0, without_a_reader, "train.py", words)[0].codes == [0]
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
     assert kinds.count("train") == 2 and kinds.count("sample") == 2 and kinds[-1] == "done"
+    words = ["memory", "config/test.py", "--precision=bf16"]
+    assert ranks.attempt(0, without_a_reader, "bench.py", words)[0].codes == [141]
 
 
 @pytest.mark.fault(103)

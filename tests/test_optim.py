@@ -37,16 +37,6 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     assert [g["weight_decay"] for g in by_length] == pytest.approx([0.4, 0.4, 0.4, 0])
 
 
-def test_adamw_is_pytorchs_with_the_settings_numbers():
-    model, cfg = build(small(), CPU, seed=0), settings(beta1=0.8, beta2=0.9, lr_embedding=0.1)
-    optimizer = optim.make_optimizer(model, cfg)
-    assert type(optimizer) is torch.optim.AdamW
-    for group in optimizer.param_groups:
-        assert (*group["betas"], group["eps"], group["fused"]) == (0.8, 0.9, 1e-8, True)
-    optim.set_learning_rate(optimizer, cfg.lr / 2)
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 5e-4, 5e-4])
-
-
 def naive_orthogonal(x):
     """One matrix in float64, transposed if it is tall."""
     x = x.T if x.size(0) > x.size(1) else x
@@ -96,25 +86,6 @@ def test_muon_is_a_naive_one_in_float64():
         assert off.sum() <= 1, name
 
 
-def test_a_skipped_step_of_muon_changes_nothing():
-    model = build(small(), CPU, seed=0)
-    cfg = settings(optimizer="muon", momentum_warmup=3)
-    optimizer = optim.make_optimizer(model, cfg)
-
-    def step(value, found_inf):
-        torch.manual_seed(0)
-        for p in model.parameters():
-            p.grad = torch.randn_like(p) * value
-        optimizer.found_inf = torch.tensor(found_inf)
-        optimizer.step()
-        states = [t for state in optimizer.state.values() for t in state.values()]
-        return [t.clone() for t in (*model.parameters(), *states)]
-
-    before, after, then = step(1.0, 0.0), step(math.nan, 1.0), step(1.0, 0.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
-    assert all(t.isfinite().all() for t in then) and not torch.equal(then[0], after[0])
-
-
 @pytest.mark.gpu
 def test_a_compiled_muon_moves_the_weights_as_one_that_is_not():
     device, moved = torch.device("cuda"), []
@@ -132,10 +103,9 @@ def test_a_compiled_muon_moves_the_weights_as_one_that_is_not():
     assert all(error(a, b) < 1e-2 for a, b in zip(*moved))  # updates are in bf16
 
 
-@pytest.mark.parametrize("rows, columns", [(64, 64), (96, 384)])
-def test_orthogonalized_singular_values_are_near_one(rows, columns):
+def test_orthogonalized_singular_values_are_near_one():
     torch.manual_seed(1)
-    x = torch.randn(3, rows, columns)
+    x = torch.randn(3, 96, 384)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     found = u.mT @ optim.orthogonalize(x) @ v.mT  # diagonal in the singular vectors of x
     values = found.diagonal(dim1=1, dim2=2)
@@ -213,19 +183,12 @@ def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
     assert len(vectors["params"]) == 4 and vectors["lr"] == 0.02 and vectors["weight_decay"] == 0
     optim.set_learning_rate(optimizer, 0.01)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0015, 0.01, 0.01])
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def moved_by(found_inf):
-        optimizer.found_inf = torch.tensor(found_inf)
-        for p in trained.values():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-
-    assert moved_by(1.0) == set() and moved_by(0.0) == trained.keys()
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters()) and len(optimizer.state) == 6
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    stays = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert stays == ["frozen.weight", "frozen.bias"]
 
 
 def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):

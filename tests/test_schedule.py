@@ -7,7 +7,6 @@ import types
 
 import pytest
 import ranks
-import saved
 import torch
 from compare import alike, copied, initial_weights, same_run, slow
 from conftest import flags, load_checkpoint, losses, read_log, train_here, train_in_rank
@@ -56,7 +55,7 @@ def test_a_batch_grows_and_the_rate_follows(grown, data_dir):
     assert losses(read_log(grown), "val") == pytest.approx(found["val"], rel=1e-5)
 
 
-@pytest.mark.parametrize("step", [2, 4, 6, slow(8), slow(12)])
+@pytest.mark.parametrize("step", [4, 6, slow(12)])
 def test_a_resume_in_each_stage_is_bitwise(grown, data_dir, tmp_path, step):
     again = train_here(data_dir, copied(grown, step, tmp_path / "b"), resume="auto", **GROWING)
     expected = {n: loss for n, loss in losses(read_log(grown)).items() if n > step}
@@ -71,13 +70,11 @@ def same_tensors(one, other):
 
 
 FSDP = dict(parallel="fsdp")
-# ranks, settings of the mode, steps after which it is resumed: over four ranks DDP sums otherwise
+# ranks, settings of the mode, steps after which it is resumed
 MODES = [
-    pytest.param(2, {}, (4, 6), id="ddp"),
-    slow(2, FSDP, (2, 4, 8, 12), id="fsdp"),  # in each stage and at its ends
-    slow(2, dict(parallel="zero2"), (6,), id="zero2"),
-    slow(4, dict(parallel="hsdp", shard_size=2, batch_size=1), (), id="hsdp"),
-    slow(2, FSDP | dict(context_parallel=2), (6,), id="context"),
+    pytest.param(2, {}, (6,), id="ddp"),
+    slow(2, FSDP, (4, 6), id="fsdp"),
+    slow(2, FSDP | dict(context_parallel=2), (), id="context"),
 ]
 
 
@@ -100,16 +97,14 @@ def test_ranks_equal_one_process_at_each_boundary(grown, data_dir, tmp_path, num
 
 
 def test_the_same_tokens_whatever_the_batch(data_dir, tmp_path):
-    """4 steps of 512 tokens, 8 of 256, or 256 for half of them; the last step may pass the end."""
+    """4 steps of 512 tokens, or 256 for half of them; the last step may pass the end."""
     options = dict(batch_size=2, max_tokens=2048, warmup_steps=2, eval_interval=100)
-    for name, steps, own in [
-        ("large", 4, {}),
-        ("small", 8, dict(batch_tokens=256)),
-        ("growing", 4 + 2, dict(batch_schedule="256:0.5", weight_decay=None)),
-        ("odd", 5, dict(max_tokens=2049)),
+    for name, steps, tokens, own in [
+        ("large", 4, 2048, {}),
+        ("growing", 4 + 2, 2048, dict(batch_schedule="256:0.5", weight_decay=None)),
+        ("odd", 5, 5 * 512, dict(max_tokens=2049)),
     ]:
         lines = train_lines_of(data_dir, tmp_path / name, **options | own)
-        tokens = 2048 if name != "odd" else 5 * 512
         assert max(lines) == steps and lines[steps]["tokens"] == tokens, name
         assert sorted(losses(read_log(tmp_path / name), "val")) == [0, steps]
     train_here(data_dir, tmp_path / "large", resume="auto", **options)  # it is done
@@ -155,7 +150,7 @@ def test_a_run_ends_with_its_schedule_after_so_many_seconds(data_dir, tmp_path, 
     again = train_lines_of(data_dir, out, resume="auto", **TIMED)
     assert sorted(again) == [*range(5, 11)]
     assert [line["lr"] for line in again.values()] == pytest.approx(found[4:])
-    assert saved.load_state(out / "step_00000010")["seconds"] == 10
+    assert load_checkpoint(out / "step_00000010")[1]["seconds"] == 10
 
 
 def timed_in_rank(words):
@@ -164,35 +159,23 @@ def timed_in_rank(words):
     return train_in_rank(words)
 
 
-@pytest.mark.parametrize("mode", [{}, slow(dict(parallel="fsdp"))])
-def test_ranks_agree_on_the_time_and_stop_together(data_dir, tmp_path, mode):
-    settings = TIMED | mode | dict(max_seconds=15, batch_size=2)
-    assert (
-        ranks.call(2, timed_in_rank, flags(data_dir, tmp_path / "two", **settings)) == [(0, "")] * 2
-    )
+def test_ranks_agree_on_the_time_and_stop_together(data_dir, tmp_path):
+    settings = TIMED | dict(max_seconds=15, batch_size=2)
+    words = flags(data_dir, tmp_path / "two", **settings)
+    assert ranks.call(2, timed_in_rank, words) == [(0, "")] * 2
     lines = train_lines(tmp_path / "two")
     assert max(lines) == 10 and load_checkpoint(tmp_path / "two/step_00000010")[1]["seconds"] == 15
     out = copied(tmp_path / "two", 4, tmp_path / "one")  # goes on in one process, by rank 0's clock
-    words = flags(data_dir, out, resume="auto", **settings | dict(parallel="ddp"))
+    words = flags(data_dir, out, resume="auto", **settings)
     assert ranks.call(1, timed_in_rank, words) == [(0, "")]
     assert max(train_lines(out)) == 4 + 9
-
-
-def test_a_growing_batch_in_a_run_of_seconds(data_dir, tmp_path, monkeypatch):
-    clock(monkeypatch.setattr)
-    settings = TIMED | dict(batch_schedule="128:0.5", batch_size=2)
-    lines = train_lines_of(data_dir, tmp_path / "run", **settings)
-    tokens = [line["tokens"] for line in lines.values()]
-    assert tokens == [128 * min(n, 5) + 512 * max(0, n - 5) for n in range(1, 11)]
 
 
 # -- pure functions
 
 
-@pytest.mark.parametrize("schedule", [None, "100:0.3", "100:0.3,200:0.55,300:0.7", "1:0.001"])
-@pytest.mark.parametrize(
-    "length", [dict(max_steps=10), dict(max_steps=997), dict(max_tokens=123_457)]
-)
+@pytest.mark.parametrize("schedule", [None, "100:0.3,200:0.55,300:0.7", "1:0.001"])
+@pytest.mark.parametrize("length", [dict(max_steps=997), dict(max_tokens=123_457)])
 @pytest.mark.parametrize("begun", [0, 5])
 def test_the_plan_is_what_the_loop_does(schedule, length, begun):
     cfg = Config(batch_tokens=400, batch_schedule=schedule, **length)
@@ -202,19 +185,3 @@ def test_the_plan_is_what_the_loop_does(schedule, length, begun):
         state.tokens += optim.batch_tokens(share, cfg)
         state.step += 1
     assert planned == (state.step, state.tokens)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_rate_depends_on_the_share_that_is_done(schedule):
-    """A run of 200 s in steps of 2 s has the rates of one of 100 steps; the last is the lowest."""
-    by_steps = Config(lr=1.0, schedule=schedule, max_steps=100, warmup_steps=10)
-    by_time = Config(lr=1.0, schedule=schedule, max_steps=7, warmup_steps=10, max_seconds=200.0)
-    for step in (0, 9, 10, 50, 99, 100):
-        states = types.SimpleNamespace(step=step, tokens=0, seconds=2.0 * step)
-        rates = [
-            optim.learning_rate(step, optim.share_done(states, c), c) for c in (by_steps, by_time)
-        ]
-        assert rates[0] == pytest.approx(rates[1])
-    assert rates[1] == pytest.approx(0.1)
-    late = types.SimpleNamespace(step=100, tokens=0, seconds=300.0)
-    assert optim.share_done(late, by_time) == 1

@@ -1,7 +1,6 @@
 """settings.py: recipes are legal, conflicts are named with a fix, and no torch is needed."""
 
 import dataclasses
-import itertools
 import math
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from configurator import configure, describe
+from configurator import configure
 from settings import Config, check
 from system.errors import UserError
 
@@ -24,10 +23,9 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     # 1 without torchrun
     ranks = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", first)))
     cfg = configure(Config, [f"config/{name}"])
-    check(
-        dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks)) if name == "test" else cfg,
-        ranks,
-    )
+    if name == "test":
+        cfg = dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks))
+    check(cfg, ranks)
 
 
 @pytest.mark.parametrize("words, ranks, message", [
@@ -43,7 +41,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--remat_every=auto", 1, "remat_every=auto"),
     ("--document_mask --remat=attention", 1, "remat=attention"),
     ("--context_parallel=3", 4, "context_parallel=3"),
-    ("--context_parallel=0", 1, "context_parallel=0"),
     ("--context_parallel=2 --block_size=1023", 2, "try 1022"),
     ("--context_parallel=8 --batch_size=1", 8, "n_head=12"),
     ("--context_parallel=4 --n_kv_head=6", 4, "n_kv_head=6"),
@@ -54,7 +51,6 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--batch_schedule=65000:0.5", 2, "try 131072"),
     ("--batch_schedule=65536", 1, "TOKENS:SHARE"),
     ("--max_tokens=0", 1, "max_tokens=0"),
-    ("--max_seconds=nan", 1, "max_seconds=nan"),
     ("--max_seconds=9 --max_tokens=9", 1, "one of them"),
     ("--max_seconds=9 --weight_decay=None", 1, "weight_decay=None"),
 ])  # fmt: skip
@@ -73,13 +69,3 @@ def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="= 196608"):
         check(Config())
-
-
-def test_help_has_a_comment_for_every_setting():
-    rows = describe(Config).splitlines()
-    names = [row.split("=")[0].strip(" -") for row in rows if row.startswith("  --")]
-    assert sorted(names) == sorted(f.name for f in dataclasses.fields(Config))
-    # a long setting has its comment on the next row
-    for row, below in itertools.pairwise([*rows, ""]):
-        if row.startswith("  --"):
-            assert row[28:].strip() or below.startswith(" " * 28)
