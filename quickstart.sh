@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 load=($(cat /proc/loadavg 2>/dev/null || sysctl -n vm.loadavg | tr -d '{}')) cores=$(getconf _NPROCESSORS_ONLN)
-if awk "BEGIN { exit !(${load[0]:-0} > $cores / 4) }"; then
-    echo "note: other programs keep ${load[0]} of $cores CPU cores busy: this takes longer than README says"
+if awk "BEGIN { exit !(${load[0]:-0} > $cores / 2) }"; then
+    echo "note: in the last minute ${load[0]} of $cores CPU cores were busy: this may take longer than README says"
 fi
 ./setup.sh
 . .venv/bin/activate

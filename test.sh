@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the linter and the tests; sets up .venv first. Needs no hub.
-#   ./test.sh          every file and the main faults in it, 4 minutes on 2 CPU cores
-#   ./test.sh --all    with the tests marked slow, 10 minutes
+#   ./test.sh          every file and the main faults in it, 3 minutes on 2 CPU cores
+#   ./test.sh --all    with the tests marked slow, 6 minutes
 #   ./test.sh --faults what belongs to the faults of docs/reliability.md, with repetitions; writes that table; 7 minutes
 #   ./test.sh --gpu    what runs on a CUDA device, with this machine's python if its torch has CUDA, else with .venv
 # Further arguments go to pytest: ./test.sh -k checkpoint

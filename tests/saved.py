@@ -16,7 +16,6 @@ from system import files
 Error = pack.CheckpointError  # of a checkpoint that cannot be taken, or written
 CPU = torch.device("cpu")
 ONE = parallel.World(0, 1, CPU)
-of_rank = pack.rank_tree
 
 
 def find(path):
@@ -82,11 +81,6 @@ def model_of(saved):
 def load_model(path):
     """The model of a run's folder or a checkpoint, on the CPU."""
     return model_of(checkpoint.open_model(path))
-
-
-def restore_rank(tree, model):
-    """Puts back what `of_rank` gave."""
-    pack.load_rank(model, tree)
 
 
 # -- written by tests

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import pytest
-import saved
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ import kernels
 import model as models
 import train
 from fast import cublas, forms, fp8
+from run import pack
 from scale import parallel
 
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
@@ -295,14 +295,14 @@ def test_scales_go_on_where_they_were():
             for p in one.parameters():
                 p.mul_(1.5)  # other largest numbers than in the call before, and other scales
     other.load_state_dict(one.state_dict())
-    own = saved.of_rank(one)
+    own = pack.rank_tree(one)
     anew = step(other)
-    saved.restore_rank(own, other)
+    pack.load_rank(other, own)
     resumed, uninterrupted = step(other), step(one)
     assert all(map(same, resumed, uninterrupted)) and not all(map(same, anew, uninterrupted))
     # as FSDP2 does: one amax for the several of a weight
     fp8.gather_in_8_bits(other.blocks.modules(), 2)
-    saved.restore_rank(own, other)
+    pack.load_rank(other, own)
 
 
 @pytest.mark.parametrize("factor", [math.inf, slow(1e38)])
