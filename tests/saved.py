@@ -73,14 +73,9 @@ def parts(folder):
     return found
 
 
-def model_of(saved):
-    """The GPT of a SavedModel, on the CPU."""
-    return checkpoint.model_of(saved, CPU)
-
-
 def load_model(path):
     """The model of a run's folder or a checkpoint, on the CPU."""
-    return model_of(checkpoint.open_model(path))
+    return checkpoint.model_of(checkpoint.open_model(path), CPU)
 
 
 # -- written by tests

@@ -23,7 +23,7 @@ import train
 from configurator import configure
 from model import build
 from run import hf
-from scale import fsdp, memory, parallel
+from scale import ddp, fsdp, memory, parallel
 from settings import Config, check
 from system.errors import this_rank
 
@@ -330,3 +330,21 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     words = flags(data_dir, tmp_path / "two", parallel="fsdp", **settings)
     assert ranks.call(2, train_from_own_rows, words) == [(0, "")] * 2
     same_run(tmp_path / "one", tmp_path / "two")
+
+
+def train_with_one_gradient_apart(words):
+    """For ranks.call: DDP leaves each rank its own gradient of one parameter."""
+    wrap = ddp.wrap
+
+    def wrap_others(model, *options):
+        model._ddp_params_and_buffers_to_ignore = ["blocks.1.mlp.up.bias"]
+        return wrap(model, *options)
+
+    ddp.wrap = wrap_others  # until this process ends
+    return train_in_rank(words)
+
+
+def test_a_gradient_that_is_not_reduced_is_found(data_dir, tmp_path):
+    words = flags(data_dir, tmp_path / "other", **SHORT)
+    for code, said in ranks.call(2, train_with_one_gradient_apart, words):
+        assert code == 4 and "copies differ" in said  # the ranks' copies differ at the first save
