@@ -73,7 +73,7 @@ MUTATIONS = [
     Mutation("corpus/chat.py", "found.append((len(before), len(after)))",
              "found.append((0, len(after)))", "questions carry loss", "test_dialogues.py"),
     Mutation("corpus/writer.py", "document=number + 1, tokens=0", "document=number, tokens=0",
-             "the last document of the validation is trained on", "test_fineweb.py -k kinds"),
+             "the last document of the validation is trained on", "test_fineweb.py -k disk_full"),
     Mutation("kernels.py", "is_causal=True", "is_causal=False", "tokens see later ones",
              "test_convert.py -k logits"),
     Mutation("kernels.py", "torch.cat((-second, first), dim=-1)",
