@@ -12,18 +12,18 @@ import torch
 import transformers
 from conftest import ROOT, load_model, save_model
 from safetensors.torch import load_file, save_file
-from saved import model_of, save
+from saved import CPU, save
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import convert
 import model
 from model import build
 from run import hf
+from run.checkpoint import model_of
 from run.flops import total_and_matmul_parameters
 from settings import GPTConfig
 from system.errors import UserError
 
-CPU = torch.device("cpu")
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALING["original_max_position_embeddings"] = 32  # of 64: all three ranges of wavelengths occur
 
@@ -79,7 +79,7 @@ LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False)
 def load(name):
     """(GPT in float32, its ImportedConfig)"""
     opened = hf.open_hf(name)
-    return model_of(opened), opened.shape
+    return model_of(opened, CPU), opened.shape
 
 
 def ids_for(model, B=2):
