@@ -301,7 +301,8 @@ def harm(path, rng, place):
         how = f"copy to step {steps}"
     elif how == "rename":
         names = [f"step_{rng.randrange(99):08d}", f"{path.name}.bak", "x" * 200]
-        path.rename(path.with_name(rng.choice(names)))
+        with contextlib.suppress(OSError):
+            path.rename(path.with_name(rng.choice(names)))
     else:
         path.rename(place / f"kept_{path.name}")
     return f"{how} of {path.name} in {path.parent.name}"
