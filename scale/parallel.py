@@ -113,6 +113,9 @@ def pick_device(name):
 
 def stop():
     if dist.is_initialized():
+        # until gloo's threads have let go of the last tensors: for that they need the GIL, which
+        # the group's destructor holds while it waits for them
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 
