@@ -9,6 +9,7 @@ row of the run -> folder whose turn it is, and row of that folder (TokenLoader._
 `next` takes the oldest of these batches to the device and moves the position that is saved.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -88,12 +89,16 @@ class TokenLoader:
         self.token_bytes = shards[0].token_bytes
         self.warnings = []
         self._check(shards)
-        names = [one.folder for one in shards]
-        self.fingerprint = fingerprint(names, sampled_digest)
         if self.split == "train":
+            names = [one.folder for one in shards]
             # in a thread, for which the end of the process does not wait
             self.whole = ThreadPool(1).apply_async(fingerprint, (names, whole_digest))
         self._start_at(0)
+
+    @functools.cached_property
+    def fingerprint(self):
+        """Tells this data from other data; a script that only reads batches needs none."""
+        return fingerprint([rows.shards.folder for rows in self.folders], sampled_digest)
 
     def _check(self, shards):
         """Raises DataError for Shards that do not suffice or do not go together."""
