@@ -131,7 +131,7 @@ def merge(cfg):
 def mean_of_last(run, number):
     """{name: tensor} of so many last checkpoints of a run's folder.
 
-    Of what has a dtype with fractions the mean, in float32; else the last one's.
+    Floating-point tensors are their means, in float32; others are the last checkpoint's.
     """
     from run.checkpoint import folders, open_whole
 

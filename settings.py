@@ -94,6 +94,12 @@ class GPTConfig:
         """Numbers of the blocks that read the embedded tokens again, the last block first."""
         return self.every(self.embedding_mix, first=1)  # the first block reads them anyway
 
+    def narrow(self):
+        """This model with 8 channels a head and at most 32 blocks, for quick trials of its code."""
+        width = 8 * self.n_head
+        changes = dict(n_layer=min(32, self.n_layer), n_embd=width, head_dim=8, n_hidden=2 * width)
+        return replace(self, **changes)
+
     def every(self, n, first=0):
         """Numbers of every n-th block from the last one down to `first`; of none where n is 0."""
         return range(self.n_layer - 1, first - 1, -n) if n else range(0)

@@ -199,9 +199,7 @@ class Proof:
             cuda_graph=False,
         )
         if self.narrow:
-            width = 8 * cfg.n_head
-            changes |= dict(block_size=T, n_layer=min(32, cfg.n_layer), head_dim=8)
-            changes |= dict(n_embd=width, n_hidden=2 * width)
+            cfg = replace(cfg.narrow(), block_size=T)
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
         training = self.make(replace(cfg, **changes), self.world, loader, weights, self.eot)
         training.state.model.train()

@@ -53,7 +53,8 @@ class Printer:
     def __call__(self, ids, seed, shown=()):
         """Prints the text of the ids `shown` and of those that continue the list `ids`.
 
-        Returns the new ids. A rank of a divided model helps the others to the end.
+        Returns the new ids. With parallel=fsdp a rank whose text has ended goes on computing, since
+        the others' forwards gather its weights.
         """
         cfg = self.cfg
         idx = torch.tensor([ids], device=parallel.device_of(self.model))
@@ -174,9 +175,7 @@ def narrow_copy(cfg):
 
     They are float32, and not zero where initial weights may be.
     """
-    width = 8 * cfg.n_head
-    changes = dict(n_layer=min(32, cfg.n_layer), n_embd=width, head_dim=8, n_hidden=2 * width)
-    narrow = dataclasses.replace(cfg, **changes, attention="math", dropout=0.0)
+    narrow = dataclasses.replace(cfg.narrow(), attention="math", dropout=0.0)
     small = models.build(narrow, torch.device("cpu"), seed=0)
     for parameter in small.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
