@@ -292,14 +292,12 @@ def check(cfg, ranks=None):
     refuse(shape_conflicts(cfg, ranks))
 
 
-# at a resume: what must be the checkpoint's, beside the shape of the model; what changes the rate;
-# what else changes the training and is told
+# at a resume: what must be the checkpoint's, beside the shape of the model; what may change, and is
+# told
 FIXED_AT_RESUME = "optimizer weights"
-SCHEDULE = (
-    "max_steps max_tokens max_seconds batch_tokens batch_schedule "
-    "lr min_lr_ratio warmup_steps cooldown_fraction schedule"
-)
 TOLD_AT_RESUME = (
+    "max_steps max_tokens max_seconds batch_tokens batch_schedule "
+    "lr min_lr_ratio warmup_steps cooldown_fraction schedule "
     "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head "
     "momentum_warmup max_skipped_steps precision reduce_dtype overfit eval_tokens"
 )

@@ -194,7 +194,6 @@ def train(cfg, world, watch, stack):
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
-    stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start), *proved]
     rows += [("warning", words) for words in [*warnings, *start.warnings]]
     log.start(state, rows, given, training.analysis)

@@ -334,7 +334,7 @@ def describe(cfg, training, start):
         if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
             words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
             rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
-    return rows + start.rows(state)
+    return rows + start.rows()
 
 
 def describe_batch(cfg, size, accumulation):

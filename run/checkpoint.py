@@ -60,14 +60,6 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         self.pending = None  # the future of write_files
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        """Ends a save in the background that was begun before the numbers were no longer finite."""
-        if kind is NotFinite:
-            self.wait()
-
     def due(self, step, every, at_end):
         """Whether to save after `step` steps: every so many and at the end, never if every is 0."""
         return every > 0 and step not in (0, self.last) and (at_end or step % every == 0)
@@ -80,7 +72,7 @@ class Saver:
         self.wait()
         parallel.free_gathered(state.model)
         tensors, values = everywhere(pack, state)
-        refuse_drift_and_nan(state, tensors, values)
+        refuse_drift_and_nan(state, tensors)
         own = files_of_rank(tensors, values)
         if self.background:
             for of_file in own.values():
@@ -174,10 +166,8 @@ class Saver:
         if score is not None and score < self.best.get("score", math.inf):
             self.best |= {"step": step, "score": score}
         self.best["evaluated"] = step
-        try:
+        with files.writable(self.out_dir):
             files.write_json(self.out_dir / "best.json", self.best)
-        except OSError as error:
-            warn(f"{self.out_dir}/best.json stays as it was: {error}")
         self.prune()
 
     def prune(self):
@@ -188,7 +178,7 @@ class Saver:
                 remove(folder)
 
 
-def refuse_drift_and_nan(state, tensors, values):
+def refuse_drift_and_nan(state, tensors):
     """Raises UserError where ranks' copies of weights differ, or numbers are not finite."""
     if drifted := parallel.copies_differ(state.model):
         what = f"{listed(drifted)}: the ranks' copies differ, which must not drift apart"
@@ -196,8 +186,6 @@ def refuse_drift_and_nan(state, tensors, values):
     checked = list(state.model.parameters())
     for group in ("optimizer", "own"):
         checked += tensors.get(group, {}).values()
-    leaves = values["leaves"].values()
-    checked += [torch.tensor(x) for x in leaves if isinstance(x, float) and math.isnan(x)]
     if not parallel.all_finite(checked, parallel.device_of(state.model)):
         what = "weights, optimizer states or State.own are inf or NaN and were not saved"
         raise NotFinite(f"step {state.step}: {what}; try a lower --lr")
@@ -296,12 +284,8 @@ def save_merged(out_dir, step, tensors, state):
 
 
 def folders(out_dir):
-    """A run's checkpoints, oldest first; a user's own step_plans/ is none."""
-    found = []
-    for path in Path(out_dir).glob(NAME):
-        if (path / "manifest.json").exists() or (path / "state.json").exists():
-            found.append(path)
-    return sorted(found)
+    """A run's checkpoints, oldest first; a user's own step_00000003/ without JSON is none."""
+    return sorted({path.parent for path in Path(out_dir).glob(f"{NAME}/*.json")})
 
 
 def step_of(folder):

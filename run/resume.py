@@ -1,10 +1,8 @@
 """Where a run starts: afresh in an unused folder, or at a checkpoint that is restored whole."""
 
-import dataclasses
 import os
 from pathlib import Path
 
-import optim
 from run import source
 from run.checkpoint import (
     CheckpointError,
@@ -17,7 +15,7 @@ from run.checkpoint import (
 )
 from run.pack import unpack
 from scale import parallel
-from settings import FIXED_AT_RESUME, SCHEDULE, TOLD_AT_RESUME
+from settings import FIXED_AT_RESUME, TOLD_AT_RESUME
 from system import files
 from system.errors import UserError, listed, warn
 
@@ -66,16 +64,12 @@ class Start:
         """Raises UserError unless the checkpoint has this model, optimizer, dtype and length."""
         saved = self.state["config"]
         wrong = shape_of(saved).differences(self.cfg)
-        wrong += changed(saved, self.cfg, FIXED_AT_RESUME).values()
+        wrong += changed(saved, self.cfg, FIXED_AT_RESUME)
         if "leaves" not in self.state:
             wrong.append("it holds weights alone")
         if wrong:
             advice = "give the settings of its run, or begin a new one with --init_from"
             raise CheckpointError(f"{self.folder} cannot be resumed: {'; '.join(wrong)}; {advice}")
-        by_steps = self.cfg.max_tokens is None and self.cfg.max_seconds is None
-        if by_steps and self.step > self.cfg.max_steps and not self.cfg.dry_run:
-            beyond = f"{self.folder} is beyond max_steps={self.cfg.max_steps}"
-            raise UserError(f"{beyond}; try a larger --max_steps")
 
     def restore(self, state):
         """Puts what the checkpoint holds into a train.State that was built with its `weights`."""
@@ -122,30 +116,21 @@ class Start:
             advice = "try --resume=auto, --overwrite or another --out_dir"
             raise UserError(f"out_dir={self.out_dir} {what}; {advice}")
 
-    def rows(self, state):
-        """Rows of the start-up summary: the checkpoint, the schedule and settings that changed."""
+    def rows(self):
+        """Rows of the start-up summary: the checkpoint, and settings that it has otherwise."""
         if not self.folder:
             return []
         rows = [("resumed", str(self.folder))]
-        saved = self.state["config"]
-        if schedule := changed(saved, self.cfg, SCHEDULE):
-            before = dataclasses.replace(self.cfg, **{name: saved[name] for name in schedule})
-            rates = []
-            for cfg in (self.cfg, before):
-                share = optim.share_done(state, cfg)
-                rates.append(optim.learning_rate(self.step, share, cfg))
-            rate = "the next learning rate is {:.3g} instead of {:.3g}".format(*rates)
-            rows.append(("schedule", f"changed ({', '.join(schedule.values())}): {rate}"))
-        if others := changed(saved, self.cfg, TOLD_AT_RESUME):
-            rows.append(("changed", f"{', '.join(others.values())}, since the checkpoint"))
+        if found := changed(self.state["config"], self.cfg, TOLD_AT_RESUME):
+            rows.append(("changed", f"{', '.join(found)}, since the checkpoint"))
         return rows
 
 
 def changed(saved, cfg, names):
-    """{name: words} of the settings that a checkpoint has otherwise."""
-    found = {}
+    """["lr 0.1 to 0.2", ...] of the settings that a checkpoint has otherwise."""
+    found = []
     for name in names.split():
         now = getattr(cfg, name)
         if name in saved and saved[name] != now:
-            found[name] = f"{name} {saved[name]} to {now}"
+            found.append(f"{name} {saved[name]} to {now}")
     return found
