@@ -9,11 +9,13 @@
 A killed run goes on when it is started again.
 """
 
+import hashlib
 import itertools
 import json
 import os
 import re
 import shlex
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,6 @@ from corpus.text_files import (
     Document,
     Tally,
     alone,
-    contents,
     document,
     kind,
     local_documents,
@@ -35,7 +36,7 @@ from corpus.text_files import (
     text_parts,
 )
 from system.errors import refuse
-from system.files import Lock, patiently, read_json
+from system.files import digest, locked
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
@@ -75,21 +76,19 @@ def main(cfg):
 
     source = Source(cfg)
     out = Path(cfg.out_dir or f"data/{source.short}")
-    with Lock(out) as lock:
-        lock.take()
-        tokenizer = load_tokenizer(cfg, source, out)
+    with locked(out):
+        tokenizer = load_tokenizer(cfg, out)
         encoder = tokenizer
         if cfg.is_chat:
             encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
-        progress = writer.Progress(out, settings(cfg, source, encoder), tokenizer)
+        given = settings(cfg, source, encoder)
+        progress = writer.Progress(out, source.short, given, tokenizer)
         if progress.position is None:
             print(f"{out} is finished already; nothing was done")
         else:
-            batches = source.batches(out, source.tally, progress.position["document"])
-            writer.write_shards(batches, encoder.rows, progress, source)
+            batches = source.batches(out, progress.position["document"])
+            writer.write_shards(batches, encoder.rows, progress, source.tally)
             progress.finish()
-        # it names this machine, and the folder may be uploaded
-        (out / "run.lock").unlink(missing_ok=True)
     if source.tally.found:
         print(source.tally)
     for split in ("train", "val"):
@@ -100,16 +99,15 @@ def main(cfg):
     print(f"next   {go_on(cfg, out, tokenizer.vocab_size, progress.total('tokens', 'train'))}")
 
 
-def load_tokenizer(cfg, source, out):
+def load_tokenizer(cfg, out):
     """The Tokenizer; that of `chars` is first made of all documents, unless `out` has shards."""
     from corpus import tokenizer
 
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    manifest = out / "manifest.json"
-    if not (path.exists() and manifest.exists() and read_json(manifest)["shards"]):
-        batches = source.batches(out, Tally(cfg.skip_bad_documents))
+    if not any(out.glob("*.bin")):
+        batches = Source(cfg).batches(out)
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
 
@@ -164,7 +162,9 @@ def settings(cfg, source, encoder):
         "tokenizer_sha256": encoder.digest(),
     }
     if source.files:
-        chosen["contents_sha256"] = contents(source.files)
+        # tells a file that was edited in place; takes a second for a GB
+        digests = "".join(digest(path)[1] for path in source.files)
+        chosen["contents_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
     for name in ("out_dir", "skip_bad_documents"):  # up to a bad document the bytes are the same
         del chosen[name]
     return chosen
@@ -203,30 +203,30 @@ class Source:
         if not self.short or (self.files and len(self.files) > 1):
             self.short = "text"
 
-    def batches(self, out, tally, first=0):
+    def batches(self, out, first=0):
         """Yields lists of Documents, from document number `first` on.
 
         out: where a copy of local files may be while it is shuffled.
         """
         with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, AGAIN):
             if self.files is None:
-                documents = self._hub(first, tally)
+                documents = self._hub(first)
             else:
-                documents = local_documents(self.files, self.cfg.keys, tally)
+                documents = local_documents(self.files, self.cfg.keys, self.tally)
                 if alone(self.files):
-                    documents = self._parts(tally)
+                    documents = self._parts()
                 elif self.cfg.shuffle_seed is not None:
-                    documents = shuffled(documents, self.cfg.shuffle_seed, out / "documents.tmp")
+                    documents = shuffled(documents, self.cfg.shuffle_seed, out)
                 documents = itertools.islice(documents, first, None)
             yield from batched(documents, lambda one: len(one.value or ""))
 
-    def _parts(self, tally):
+    def _parts(self):
         """The end of a single text, for validation, then what precedes it in parts."""
         from corpus.tokenizer import parts
 
         (path,) = self.files
         keys = self.cfg.keys
-        end = sum(map(len, text_parts(path, keys, tally)))
+        end = sum(map(len, text_parts(path, keys, self.tally)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
@@ -234,7 +234,7 @@ class Source:
         for number, part in enumerate(parts(text_parts(path, keys, Tally(), 0, cut))):
             yield Document(path, part, continues=number > 0)
 
-    def _hub(self, first, tally):
+    def _hub(self, first):
         """The documents of a dataset of the hub."""
         import datasets  # takes a second to import
 
@@ -243,8 +243,7 @@ class Source:
         subset = cfg.subset
         if subset == Config.subset and self.name not in SHORT_NAMES.values():
             subset = None  # the default is one of FineWeb alone
-        data = patiently(
-            datasets.load_dataset,
+        data = datasets.load_dataset(
             self.name,
             name=subset,
             split=cfg.split,
@@ -259,16 +258,15 @@ class Source:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if cfg.streaming or first < len(data):  # skip fails where all is in shards
             for number, record in enumerate(data.skip(first), first + 1):
-                yield document(f"document {number}", record, cfg.keys, tally)
+                yield document(f"document {number}", record, cfg.keys, self.tally)
 
 
-def shuffled(documents, seed, path):
-    """Yields documents in the order of numpy's permutation, out of a copy in a file."""
+def shuffled(documents, seed, folder):
+    """Yields documents in the order of numpy's permutation, out of a copy in a file there."""
     import numpy as np
 
     begins = [0]
-    with open(path, "w+b") as file:
-        path.unlink()  # it is gone with the process
+    with tempfile.TemporaryFile(dir=folder) as file:  # it is gone with the process
         for one in documents:
             file.write(json.dumps(vars(one), default=str).encode())
             begins.append(file.tell())

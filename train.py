@@ -49,7 +49,7 @@ from run.resume import Start
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
 from scale.precision import autocast
-from system.files import Lock
+from system.files import locked
 
 
 @dataclasses.dataclass
@@ -158,7 +158,8 @@ def train(cfg, world, watch, stack):
     # the resolved precision may be in conflict
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
-    lock = stack.enter_context(Lock(cfg.out_dir)) if writes else None
+    if writes:
+        stack.enter_context(locked(cfg.out_dir))
     start = Start(cfg)
     if cfg.dry_run:
         cfg = try_out(cfg, world, start.step)
@@ -188,8 +189,7 @@ def train(cfg, world, watch, stack):
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
     source.check()  # that no source was edited while this process imported it
-    if lock:
-        lock.take()
+    if writes:
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)

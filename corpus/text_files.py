@@ -9,7 +9,6 @@ import codecs
 import functools
 import glob
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -23,7 +22,6 @@ import pyarrow.parquet
 
 from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
-from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
@@ -113,7 +111,16 @@ def local_files(dataset, tally):
         paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
         for path in paths:
-            found += files_in(path, tally) if os.path.isdir(path) else [readable(path)]
+            if os.path.isdir(path):
+                found += files_in(path, tally)
+            elif os.path.isfile(path) and kind(path)[0] in ("", *RECORDS, *SUFFIXES):
+                found.append(path)
+            else:
+                raise UserError(
+                    f"dataset: {path} is no file, or of a kind that is not read; unpack an "
+                    "archive, write a table as .jsonl, rename another text; known: "
+                    f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
+                )
         if not found:
             raise UserError(f"dataset={dataset}: no text file matches {part!r} {tally}")
         files |= dict.fromkeys(found)
@@ -136,23 +143,6 @@ def files_in(folder, tally):
         else:
             tally.add("files and links in folders left out (a glob names them)", path)
     return sorted(found)
-
-
-def readable(path):
-    """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
-    if not os.path.isfile(path) or kind(path)[0] not in ("", *RECORDS, *SUFFIXES):
-        raise UserError(
-            f"dataset: {path} is no file, or of a kind that is not read; unpack an archive, write "
-            "a table as .jsonl, rename another text; known: "
-            f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
-        )
-    return path
-
-
-def contents(files):
-    """SHA-256 of all files' contents, which tells one edited in place; takes a second for a GB."""
-    with as_user_error("dataset cannot be read", DataError):
-        return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
 
 
 def local_documents(paths, keys, tally):

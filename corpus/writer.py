@@ -8,32 +8,18 @@ import contextlib
 import hashlib
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 
-from corpus import AGAIN, DataError, as_user_error, packing
+from corpus import AGAIN, DataError, as_user_error, packing, read_json
 from corpus.prefetch import prefetched
-from corpus.shards import FORMATS, HEADER_BYTES, SHARD, mask_path, split_of
+from corpus.shards import HEADER_BYTES, HEADERS, mask_path, split_of
 from system import files
 from system.errors import UserError
 
-COUNTS = dict.fromkeys(("tokens", "documents", "bytes", "targets?"), files.count)
-RECORD = {
-    "settings": {},
-    "shards": [SHARD | COUNTS],
-    "next": ({"document": files.count, "tokens": files.count}, None),
-}
 
-
-def written_here(name):
-    """Whether fineweb.py writes a file of this name."""
-    named = ("manifest.json", "tokenizer.json", "token_bytes.npy")
-    return name in named or Path(name).suffix in (".bin", ".mask")
-
-
-def write_shards(batches, encode, progress, source):
-    """Writes the missing shards, named after a fineweb.Source.
+def write_shards(batches, encode, progress, tally):
+    """Writes the missing shards.
 
     batches: of documents from progress.position on. encode: of a batch, an array for each.
     """
@@ -42,17 +28,15 @@ def write_shards(batches, encode, progress, source):
     with contextlib.closing(prefetched(batches)) as batches:
         rows = tokenized(batches, encode, progress.position["document"], least)
         if given["val_tokens"] and not progress.shards:
-            write_validation(rows, progress, source.short)
-        write_training(rows, progress, source.short)
+            write_validation(rows, progress)
+        write_training(rows, progress)
     if not progress.total("tokens", "train"):
-        why = f"all documents are empty or left out; {source.tally}"
-        if val := progress.total("tokens"):
-            why = (
-                f"all {val:,} tokens are for validation, by val_tokens={given['val_tokens']} in "
-                f"whole documents from the front: remove {progress.out} and lower it (0 for none), "
-                "or give another --shuffle_seed or more documents (a text file is one)"
-            )
-        raise DataError(f"dataset={source.name}: {why}")
+        raise DataError(
+            f"dataset={given['dataset']}: nothing to train on: val_tokens={given['val_tokens']} "
+            f"takes {progress.total('tokens')} tokens for validation, in whole documents from the "
+            f"front (to lower it remove {progress.out}; 0 for none; a text file is a document), "
+            f"other documents are empty or left out {tally}"
+        )
 
 
 def tokenized(batches, encode, number, least):
@@ -66,7 +50,7 @@ def tokenized(batches, encode, number, least):
             number += 1
 
 
-def write_validation(rows, progress, name):
+def write_validation(rows, progress):
     """Writes whole documents, in the source's order with pack too, until they have val_tokens."""
     parts = []
     left = progress.settings["val_tokens"]
@@ -77,10 +61,10 @@ def write_validation(rows, progress, name):
         if left <= 0:
             break
     if parts:
-        progress.write_shard(name, "val", parts, position)
+        progress.write_shard("val", parts, position)
 
 
-def write_training(rows, progress, name):
+def write_training(rows, progress):
     """Cuts the documents from progress.position on into shards."""
     # done: tokens of the first document, with pack of the first block, that are written
     done = progress.position["tokens"]
@@ -96,48 +80,53 @@ def write_training(rows, progress, name):
             done += len(part)
             left -= len(part)
             if not left:
-                progress.write_shard(name, "train", parts, dict(document=number, tokens=done))
+                progress.write_shard("train", parts, dict(document=number, tokens=done))
                 parts = []
                 left = progress.room()
         if not left:
             return
         done = 0
     if parts:
-        progress.write_shard(name, "train", parts, dict(document=number, tokens=len(row)))
+        progress.write_shard("train", parts, dict(document=number, tokens=len(row)))
 
 
 class Progress:
-    """The record of a run in its folder's manifest.json.
+    """The shards of a run so far, recorded in its folder's manifest.json.
 
-    position: a document, and how many tokens from there on are written; None once all are.
+    name: with which the shards' names begin. position: a document, and how many tokens from there
+    on are written; None once all are.
     """
 
-    def __init__(self, out, settings, tokenizer):
+    def __init__(self, out, name, settings, tokenizer):
         self.out = out
+        self.name = name
         self.settings = settings
         self.tokenizer = tokenizer
         self.shards = []
         self.position = dict(document=0, tokens=0)
         self.manifest = out / "manifest.json"
-        for leftover in files.leftovers(out, written_here):
-            leftover.unlink(missing_ok=True)
-        saved = None
+        for leftover in out.glob(f".*{files.UNFINISHED}"):  # of a run that was killed
+            leftover.unlink()
         if self.manifest.exists():
-            saved = files.read_json(self.manifest, DataError, RECORD)
-        if saved and (saved["shards"] or saved["settings"] == settings):
-            before = saved["settings"]
-            for key in settings | before:
-                if settings.get(key) != before.get(key):
-                    raise UserError(
-                        f"out_dir={out} was begun with {key}={before.get(key)}, not "
-                        f"{settings.get(key)}; use another --out_dir, or remove it"
-                    )
-            self.shards = saved["shards"]
-            self.position = saved["next"]
+            self._resume(read_json(self.manifest, DataError))
         elif stray := sorted(out.glob("*.bin")):
             raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
-        else:
+        if not self.shards:
             self._save()
+
+    def _resume(self, saved):
+        """Goes on from the content of manifest.json; afresh if that lists no shard yet."""
+        with as_user_error(f"{self.manifest} is damaged", DataError):
+            for key, value in self.settings.items():
+                before = saved["settings"].get(key)
+                if saved["shards"] and before != value:
+                    raise UserError(
+                        f"out_dir={self.out} was begun with {key}={before}, not {value}; use "
+                        "another --out_dir, or remove it"
+                    )
+            self.shards = saved["shards"]
+            if self.shards:
+                self.position = saved["next"]
 
     def room(self):
         """How many tokens the next training shard may have."""
@@ -147,10 +136,10 @@ class Progress:
             return whole_rows
         return min(whole_rows, self.settings["max_tokens"] - self.total("tokens", "train"))
 
-    def write_shard(self, name, split, parts, position):
+    def write_shard(self, split, parts, position):
         """Writes parts of documents as a shard after which a run goes on at `position`."""
         index = len(self.shards) + (self.settings["val_tokens"] == 0)  # 0 is validation
-        path = self.out / f"{name}_{split}_{index:06d}.bin"
+        path = self.out / f"{self.name}_{split}_{index:06d}.bin"
         shard = dict(name=path.name)
         tokens = np.concatenate(parts)
         if tokens.dtype.names:  # (token, loss)
@@ -159,9 +148,7 @@ class Progress:
             shard["mask_sha256"] = write(mask_path(path), mask)
             tokens = tokens["token"]
         header = np.zeros(HEADER_BYTES // 4, "<i4")
-        for magic, (version, dtype) in FORMATS.items():
-            if dtype == tokens.dtype:
-                header[:3] = magic, version, len(tokens)
+        header[:3] = *HEADERS[tokens.dtype.str], len(tokens)
         data = header.tobytes() + tokens.tobytes()
         shard["tokens"] = len(tokens)
         shard["documents"] = int((tokens == self.tokenizer.eot).sum())

@@ -23,7 +23,7 @@ import settings as settings_of_a_run
 from configurator import configure
 from corpus import text_files, tokenizer, writer
 from corpus.loader import DataError, TokenLoader
-from corpus.shards import read_header, verify
+from corpus.shards import open_shard, verify
 from fineweb import Config
 from system.errors import UserError
 
@@ -66,7 +66,7 @@ def contents(folder):
 
 def shard_tokens(folder, split):
     paths = sorted(Path(folder).glob(f"*_{split}_*.bin"))
-    return [np.fromfile(path, read_header(path)[1], offset=1024) for path in paths]
+    return [open_shard(path) for path in paths]
 
 
 def rebuild(texts, tok, val_tokens):
@@ -99,7 +99,7 @@ def test_shards_are_the_documents(tmp_path):
     assert np.array_equal(np.load(tmp_path / "d/token_bytes.npy"), tok.token_bytes())
     verify(tmp_path / "d")
     files = {path.name for path in (tmp_path / "d").iterdir()}
-    assert files == {"manifest.json", "token_bytes.npy", *names}
+    assert files == {"manifest.json", "token_bytes.npy", "run.lock", *names}
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path):
@@ -257,11 +257,12 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     """Their names are like those of a write that was killed, which alone is removed."""
     (tmp_path / "a.txt").write_text("hello " * 400)
     (tmp_path / "d/dir.tmp").mkdir(parents=True)
-    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".manifest.json.tmp"]
-    for name in (*users, ".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"):
+    users = {".vim.tmp", "notes.tmp", ".a_train_000002.bin.3.tmp"}
+    for name in (*users, ".a_train_000002.bin.3.unfinished"):
         (tmp_path / "d" / name).write_text("mine")
     prepare(tmp_path / "d", tmp_path / "a.txt", tokenizer="bytes")
     assert {path.name for path in (tmp_path / "d").glob("*.tmp")} == {*users, "dir.tmp"}
+    assert not [*tmp_path.glob("d/.*.unfinished")]
 
 
 def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
