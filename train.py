@@ -22,11 +22,11 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: --help a
 
 import contextlib
 import dataclasses
+import itertools
 
 import torch
 
 import optim
-from corpus.loader import Repeated
 from run import agreement
 from run.build import (
     COMPILED,
@@ -173,8 +173,10 @@ def train(cfg, world, watch, stack):
     agreement.data(cfg, loader, val_loaders)
     eot = getattr(loader, "eot", None)
     proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
-    if cfg.overfit:
-        loader = Repeated(loader, cfg.micro_steps(world.size))
+    next_batch = loader.next
+    if cfg.overfit:  # the first batch again and again
+        micro_batches = [loader.next() for _ in range(cfg.micro_steps(world.size))]
+        next_batch = itertools.cycle(micro_batches).__next__
 
     # the model, the optimizer and how a step is computed
     training = Training(cfg, world, loader, start.weights, eot)
@@ -228,7 +230,7 @@ def train(cfg, world, watch, stack):
         optim.set_learning_rate(state.optimizer, lr)
         tokens = optim.batch_tokens(share, cfg)
         training.accumulation = cfg.micro_steps(world.size, tokens)
-        totals = training.accumulate(loader.next)
+        totals = training.accumulate(next_batch)
         norm = training.normalize_and_clip(totals)
         training.update(totals, norm)
 

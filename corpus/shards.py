@@ -29,10 +29,9 @@ def read_manifest(folder):
 
     files: {name: SHA-256} of the shards and masks. pack: fineweb.py's, 0 without. Raises DataError.
     """
-    known = {}
     path = Path(folder, "manifest.json")
     if not path.exists():
-        return {"files": known, "pack": 0}
+        return {"files": {}, "pack": 0}
     manifest = read_json(path, DataError)
     if manifest.get("next"):
         raise DataError(
@@ -41,13 +40,14 @@ def read_manifest(folder):
     with as_user_error(f"{path} is damaged", DataError):
         if manifest["eot"] not in range(manifest["vocab_size"]):
             raise ValueError(f"eot={manifest['eot']} is no id")
-        pack = int(manifest.get("settings", {}).get("pack") or 0)
+        manifest["pack"] = int(manifest.get("settings", {}).get("pack") or 0)
+        manifest["files"] = known = {}
         for shard in manifest.get("shards", ()):
             name = Path(shard["name"]).name  # in this folder, whatever path a stranger's file gives
             known[name] = shard["sha256"]
             if "mask_sha256" in shard:
                 known[mask_path(name).name] = shard["mask_sha256"]
-    return manifest | {"files": known, "pack": pack}
+    return manifest
 
 
 def read_token_bytes(folder):
@@ -140,17 +140,17 @@ def fingerprint(folders, digest_of):
     for folder in folders:
         manifest = read_manifest(folder)
         lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
-        known = manifest["files"]
         paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".mask"))
+        given = [(path, manifest["files"].get(path.name)) for path in paths]
         with ThreadPool(8) as pool:
-            lines += pool.starmap(digest_of, [(path, known.get(path.name)) for path in paths])
+            lines += pool.starmap(digest_of, given)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def sampled_digest(path, known=""):
     """SHA-256 of a file's length and BLOCKS blocks spread over it, which overlap in a small one."""
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(f"{known} {size} ".encode())
         for number in range(BLOCKS):  # the first and the last bytes too
             file.seek(number * max(0, size - BLOCK_BYTES) // (BLOCKS - 1))
@@ -192,10 +192,10 @@ def verify_file(path, sha256):
 class Shards:
     """The shards of a folder's split as one circle of `tokens` tokens, and what its manifest says.
 
-    vocab_size: the model's; None: ids are not compared with it. Raises DataError.
+    vocab_size: the model's. Raises DataError.
     """
 
-    def __init__(self, folder, split, vocab_size=None):
+    def __init__(self, folder, split, vocab_size):
         manifest = read_manifest(folder)
         self.folder = folder
         self.limit = vocab_size
@@ -204,7 +204,7 @@ class Shards:
         self.token_bytes = read_token_bytes(folder)
         own = Path(folder, "tokenizer.json")  # also where the manifest's path is of another machine
         self.tokenizer = str(own) if own.is_file() else manifest.get("tokenizer")
-        if vocab_size and self.token_bytes is not None:
+        if self.token_bytes is not None:
             if not fits(vocab_size, self.token_bytes, self.eot):
                 raise DataError(
                     f"vocab_size={vocab_size} is below the tokenizer's; try "
@@ -229,7 +229,7 @@ class Shards:
             shard = bisect.bisect_right(self.begins, position) - 1
             first = position - self.begins[shard]
             part = self.shards[shard][first : first + count]
-            if self.limit is not None and part.max() >= self.limit:
+            if part.max() >= self.limit:
                 at = np.argmax(part >= self.limit)
                 raise DataError(
                     f"{self.paths[shard]}: token {first + at} is {part[at]}, not below "
