@@ -28,7 +28,6 @@ from corpus.text_files import (
     RECORDS,
     Document,
     Tally,
-    alone,
     document,
     kind,
     local_documents,
@@ -66,7 +65,7 @@ class Config:
 
     @property
     def is_chat(self):
-        return self.keys in CHATS or len(self.keys) == 2
+        return self.keys[0] in CHATS or len(self.keys) == 2
 
 
 def main(cfg):
@@ -81,12 +80,11 @@ def main(cfg):
         encoder = tokenizer
         if cfg.is_chat:
             encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
-        given = settings(cfg, source, encoder)
-        progress = writer.Progress(out, source.short, given, tokenizer)
-        if progress.position is None:
+        progress = writer.Progress(out, source.short, settings(cfg, source, encoder), tokenizer)
+        if progress.record["next"] is None:
             print(f"{out} is finished already; nothing was done")
         else:
-            batches = source.batches(out, progress.position["document"])
+            batches = source.batches(out, progress.record["next"]["document"])
             writer.write_shards(batches, encoder.rows, progress, source.tally)
             progress.finish()
     if source.tally.found:
@@ -125,8 +123,15 @@ def go_on(cfg, out, vocab_size, tokens):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, shuffle_seed=0, pack=2)
-    wrong = too_small(cfg, least | dict(max_tokens=1, min_document_tokens=1))
+    least = dict(
+        shard_tokens=cfg.pack or 1,
+        val_tokens=0,
+        shuffle_seed=0,
+        max_tokens=1,
+        pack=2,
+        min_document_tokens=1,
+    )
+    wrong = too_small(cfg, least)
     wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -135,18 +140,16 @@ def check(cfg):
     refuse(wrong)
 
 
-def check_files(cfg, files):
-    """Refuses settings that do not suit local `files`."""
+def check_files(cfg, is_text):
+    """Refuses settings that do not suit local files; is_text: they are a single text."""
     of_hub = ["subset", "split", "revision", "streaming"]
     wrong = without_effect(cfg, of_hub, "is for the hub, not for files")
-    if alone(files):
+    if is_text:
         wrong += without_effect(cfg, ["pack", "shuffle_seed"], "is for several documents")
         if cfg.val_tokens:
             wrong.append(
                 f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
             )
-    if cfg.is_chat and not all(kind(path)[0] in RECORDS for path in files):
-        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}")
     refuse(wrong)
 
 
@@ -157,7 +160,7 @@ def settings(cfg, source, encoder):
     """
     chosen = vars(cfg) | {
         "dataset": source.name,
-        "val_tokens": val_tokens(cfg, source.files),
+        "val_tokens": val_tokens(cfg, source),
         "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
         "tokenizer_sha256": encoder.digest(),
     }
@@ -165,28 +168,24 @@ def settings(cfg, source, encoder):
         # tells a file that was edited in place; takes a second for a GB
         digests = "".join(digest(path)[1] for path in source.files)
         chosen["contents_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
-    for name in ("out_dir", "skip_bad_documents"):  # up to a bad document the bytes are the same
-        del chosen[name]
+    del chosen["out_dir"], chosen["skip_bad_documents"]  # up to a bad one the bytes are the same
     return chosen
 
 
-def val_tokens(cfg, files):
-    """How many tokens are held out, also where val_tokens is None (docs/data.md).
-
-    files: local ones; None: the hub's.
-    """
+def val_tokens(cfg, source):
+    """How many tokens are held out, also where val_tokens is None (docs/data.md)."""
     if cfg.val_tokens is not None:
         return cfg.val_tokens
-    if alone(files):
+    if source.is_text:
         return 1  # its last tenth is a document, which is taken whole
-    found = cfg.shard_tokens
-    if files:
+    bounds = [cfg.shard_tokens]
+    if source.files:
         # 1% of the tokens, which have one byte or about four; less of compressed files
         percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
-        found = min(found, sum(map(os.path.getsize, files)) // percent)
+        bounds.append(sum(map(os.path.getsize, source.files)) // percent)
     if cfg.max_tokens is not None:
-        found = min(found, cfg.max_tokens // 10)
-    return max(1, found)
+        bounds.append(cfg.max_tokens // 10)
+    return max(1, min(bounds))
 
 
 class Source:
@@ -196,12 +195,14 @@ class Source:
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-        self.files = local_files(self.name, self.tally)
+        self.files = local_files(self.name, self.tally)  # None: it is of the hub
+        self.is_text = False  # whether it is a single text
+        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
         if self.files:
-            check_files(cfg, self.files)
-        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name)
-        if not self.short or (self.files and len(self.files) > 1):
-            self.short = "text"
+            self.is_text = len(self.files) == 1 and kind(self.files[0])[0] not in RECORDS
+            check_files(cfg, self.is_text)
+            if len(self.files) > 1:
+                self.short = "text"
 
     def batches(self, out, first=0):
         """Yields lists of Documents, from document number `first` on.
@@ -213,7 +214,7 @@ class Source:
                 documents = self._hub(first)
             else:
                 documents = local_documents(self.files, self.cfg.keys, self.tally)
-                if alone(self.files):
+                if self.is_text:
                     documents = self._parts()
                 elif self.cfg.shuffle_seed is not None:
                     documents = shuffled(documents, self.cfg.shuffle_seed, out)
@@ -224,14 +225,14 @@ class Source:
         """The end of a single text, for validation, then what precedes it in parts."""
         from corpus.tokenizer import parts
 
-        (path,) = self.files
+        [path] = self.files
         keys = self.cfg.keys
-        end = sum(map(len, text_parts(path, keys, self.tally)))
+        end = sum(map(len, text_parts(path, keys)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
-            yield Document(path, "".join(text_parts(path, keys, Tally(), cut)))
-        for number, part in enumerate(parts(text_parts(path, keys, Tally(), 0, cut))):
+            yield Document(path, "".join(text_parts(path, keys, cut)))
+        for number, part in enumerate(parts(text_parts(path, keys, 0, cut))):
             yield Document(path, part, continues=number > 0)
 
     def _hub(self, first):
@@ -250,10 +251,8 @@ class Source:
             revision=cfg.revision,
             streaming=cfg.streaming,
         )
-        columns = [*cfg.keys]
-        if cfg.is_chat:
-            columns += [name for name in BESIDE if name in (data.column_names or ())]
-        data = data.select_columns(columns)
+        beside = [name for name in BESIDE if name in (data.column_names or ())]
+        data = data.select_columns([*cfg.keys, *beside])
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if cfg.streaming or first < len(data):  # skip fails where all is in shards
@@ -268,7 +267,7 @@ def shuffled(documents, seed, folder):
     begins = [0]
     with tempfile.TemporaryFile(dir=folder) as file:  # it is gone with the process
         for one in documents:
-            file.write(json.dumps(vars(one), default=str).encode())
+            file.write(json.dumps(vars(one)).encode())
             begins.append(file.tell())
         for i in np.random.default_rng(seed).permutation(len(begins) - 1):
             file.seek(begins[i])

@@ -21,28 +21,30 @@ from system.errors import UserError
 def write_shards(batches, encode, progress, tally):
     """Writes the missing shards.
 
-    batches: of documents from progress.position on. encode: of a batch, an array for each.
+    batches: of documents from the record's `next` on. encode: of a batch, an array for each.
     """
     given = progress.settings
     least = given["min_document_tokens"] or 1
     with contextlib.closing(prefetched(batches)) as batches:
-        rows = tokenized(batches, encode, progress.position["document"], least)
-        if given["val_tokens"] and not progress.shards:
+        rows = tokenized(batches, encode, progress.record["next"]["document"], least, tally)
+        if given["val_tokens"] and not progress.record["shards"]:
             write_validation(rows, progress)
         write_training(rows, progress)
     if not progress.total("tokens", "train"):
         raise DataError(
             f"dataset={given['dataset']}: nothing to train on: val_tokens={given['val_tokens']} "
-            f"takes {progress.total('tokens')} tokens for validation, in whole documents from the "
-            f"front (to lower it remove {progress.out}; 0 for none; a text file is a document), "
-            f"other documents are empty or left out {tally}"
+            f"takes {progress.total('tokens', 'val')} tokens in whole documents from the front for "
+            f"validation (to lower it remove {progress.out}; 0 for none; a text file is a "
+            f"document), other documents are empty or left out {tally}"
         )
 
 
-def tokenized(batches, encode, number, least):
+def tokenized(batches, encode, number, least, tally):
     """Yields (number, row) of documents of at least `least` tokens besides the separator."""
     for batch in batches:
         for document, row in zip(batch, encode(batch)):
+            if "\ufffd" in (document.value or ""):
+                tally.add("texts with U+FFFD, as of bytes that are not UTF-8", document.where)
             if document.continues:
                 yield number, row[1:]  # without the separator
             elif len(row) > least:
@@ -65,9 +67,9 @@ def write_validation(rows, progress):
 
 
 def write_training(rows, progress):
-    """Cuts the documents from progress.position on into shards."""
+    """Cuts the documents from the record's `next` on into shards."""
     # done: tokens of the first document, with pack of the first block, that are written
-    done = progress.position["tokens"]
+    done = progress.record["next"]["tokens"]
     pack = progress.settings["pack"]
     if pack:
         rows = packing.packed(rows, pack, progress.total("tokens", "train") - done)
@@ -93,8 +95,8 @@ def write_training(rows, progress):
 class Progress:
     """The shards of a run so far, recorded in its folder's manifest.json.
 
-    name: with which the shards' names begin. position: a document, and how many tokens from there
-    on are written; None once all are.
+    name: with which the shards' names begin. record: the object in manifest.json. Its `next` is a
+    document, and how many tokens from there on are written; None once all are.
     """
 
     def __init__(self, out, name, settings, tokenizer):
@@ -102,43 +104,50 @@ class Progress:
         self.name = name
         self.settings = settings
         self.tokenizer = tokenizer
-        self.shards = []
-        self.position = dict(document=0, tokens=0)
-        self.manifest = out / "manifest.json"
+        self.record = dict(
+            tokenizer=tokenizer.name,
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            settings=settings,
+            shards=[],
+            next=dict(document=0, tokens=0),
+        )
         for leftover in out.glob(f".*{files.UNFINISHED}"):  # of a run that was killed
             leftover.unlink()
-        if self.manifest.exists():
-            self._resume(read_json(self.manifest, DataError))
+        self.path = out / "manifest.json"
+        if self.path.exists():
+            saved = read_json(self.path, DataError)
+            with as_user_error(f"{self.path} is damaged", DataError):
+                if saved["shards"]:
+                    self._resume(saved)
         elif stray := sorted(out.glob("*.bin")):
             raise UserError(f"out_dir={out} holds {stray[0].name} and no record of it; use another")
-        if not self.shards:
+        if not self.record["shards"]:
             self._save()
 
     def _resume(self, saved):
-        """Goes on from the content of manifest.json; afresh if that lists no shard yet."""
-        with as_user_error(f"{self.manifest} is damaged", DataError):
-            for key, value in self.settings.items():
-                before = saved["settings"].get(key)
-                if saved["shards"] and before != value:
-                    raise UserError(
-                        f"out_dir={self.out} was begun with {key}={before}, not {value}; use "
-                        "another --out_dir, or remove it"
-                    )
-            self.shards = saved["shards"]
-            if self.shards:
-                self.position = saved["next"]
+        """Goes on from the record of a run that must have had these settings."""
+        for key, value in self.settings.items():
+            before = saved["settings"].get(key)
+            if before != value:
+                raise UserError(
+                    f"out_dir={self.out} was begun with {key}={before}, not {value}; use another "
+                    "--out_dir, or remove it"
+                )
+        self.record = saved
 
     def room(self):
         """How many tokens the next training shard may have."""
         pack = self.settings["pack"] or 1
-        whole_rows = self.settings["shard_tokens"] // pack * pack
-        if self.settings["max_tokens"] is None:
-            return whole_rows
-        return min(whole_rows, self.settings["max_tokens"] - self.total("tokens", "train"))
+        found = self.settings["shard_tokens"] // pack * pack  # whole rows
+        most = self.settings["max_tokens"]
+        if most is not None:
+            found = min(found, most - self.total("tokens", "train"))
+        return found
 
     def write_shard(self, split, parts, position):
         """Writes parts of documents as a shard after which a run goes on at `position`."""
-        index = len(self.shards) + (self.settings["val_tokens"] == 0)  # 0 is validation
+        index = len(self.record["shards"]) + (self.settings["val_tokens"] == 0)  # 0 is validation
         path = self.out / f"{self.name}_{split}_{index:06d}.bin"
         shard = dict(name=path.name)
         tokens = np.concatenate(parts)
@@ -149,41 +158,28 @@ class Progress:
             tokens = tokens["token"]
         header = np.zeros(HEADER_BYTES // 4, "<i4")
         header[:3] = *HEADERS[tokens.dtype.str], len(tokens)
-        data = header.tobytes() + tokens.tobytes()
         shard["tokens"] = len(tokens)
-        shard["documents"] = int((tokens == self.tokenizer.eot).sum())
-        shard["bytes"] = len(data)
-        shard["sha256"] = write(path, data)
-        self.shards.append(shard)
+        shard["sha256"] = write(path, header.tobytes() + tokens.tobytes())
         print(f"{path}: {len(tokens):,} tokens")
-        self.position = position
+        self.record["shards"].append(shard)
+        self.record["next"] = position
         self._save()
 
-    def _save(self, **more):
-        manifest = dict(
-            tokenizer=self.tokenizer.name,
-            vocab_size=self.tokenizer.vocab_size,
-            eot=self.tokenizer.eot,
-            dtype=self.tokenizer.dtype.name,
-            documents=self.total("documents"),
-            tokens=self.total("tokens"),
-            settings=self.settings,
-            shards=self.shards,
-            next=self.position,
-        )
-        write(self.manifest, (json.dumps(manifest | more, indent=1) + "\n").encode())
+    def _save(self):
+        write(self.path, (json.dumps(self.record, indent=1) + "\n").encode())
 
-    def total(self, key, split=None):
-        """Sum of a figure over the shards, of one split or of all."""
-        return sum(s.get(key, 0) for s in self.shards if split in (None, split_of(s["name"])))
+    def total(self, key, split):
+        """Sum of a figure over the shards of a split."""
+        shards = self.record["shards"]
+        return sum(one.get(key, 0) for one in shards if split_of(one["name"]) == split)
 
     def finish(self):
         """Writes token_bytes.npy and then manifest.json, which declares the folder complete."""
         sizes = io.BytesIO()
         np.save(sizes, self.tokenizer.token_bytes())
         sha256 = write(self.out / "token_bytes.npy", sizes.getvalue())
-        self.position = None
-        self._save(token_bytes_sha256=sha256)
+        self.record |= dict(next=None, token_bytes_sha256=sha256)
+        self._save()
 
 
 def write(path, data):
