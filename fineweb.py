@@ -9,11 +9,13 @@
 A killed run goes on when it is started again.
 """
 
+import hashlib
 import itertools
 import json
 import os
 import re
 import shlex
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +28,6 @@ from corpus.text_files import (
     RECORDS,
     Document,
     Tally,
-    alone,
-    contents,
     document,
     kind,
     local_documents,
@@ -35,7 +35,7 @@ from corpus.text_files import (
     text_parts,
 )
 from system.errors import refuse
-from system.files import Lock, patiently, read_json
+from system.files import digest, locked
 
 SHORT_NAMES = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 MOST_HELD_OUT = 1 << 26  # characters of a single text, which are in memory together
@@ -65,7 +65,7 @@ class Config:
 
     @property
     def is_chat(self):
-        return self.keys in CHATS or len(self.keys) == 2
+        return self.keys[0] in CHATS or len(self.keys) == 2
 
 
 def main(cfg):
@@ -75,21 +75,18 @@ def main(cfg):
 
     source = Source(cfg)
     out = Path(cfg.out_dir or f"data/{source.short}")
-    with Lock(out) as lock:
-        lock.take()
-        tokenizer = load_tokenizer(cfg, source, out)
+    with locked(out):
+        tokenizer = load_tokenizer(cfg, out)
         encoder = tokenizer
         if cfg.is_chat:
             encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
-        progress = writer.Progress(out, settings(cfg, source, encoder), tokenizer)
-        if progress.position is None:
+        progress = writer.Progress(out, source.short, settings(cfg, source, encoder), tokenizer)
+        if progress.record["next"] is None:
             print(f"{out} is finished already; nothing was done")
         else:
-            batches = source.batches(out, source.tally, progress.position["document"])
-            writer.write_shards(batches, encoder.rows, progress, source)
+            batches = source.batches(out, progress.record["next"]["document"])
+            writer.write_shards(batches, encoder.rows, progress, source.tally)
             progress.finish()
-        # it names this machine, and the folder may be uploaded
-        (out / "run.lock").unlink(missing_ok=True)
     if source.tally.found:
         print(source.tally)
     for split in ("train", "val"):
@@ -100,16 +97,15 @@ def main(cfg):
     print(f"next   {go_on(cfg, out, tokenizer.vocab_size, progress.total('tokens', 'train'))}")
 
 
-def load_tokenizer(cfg, source, out):
+def load_tokenizer(cfg, out):
     """The Tokenizer; that of `chars` is first made of all documents, unless `out` has shards."""
     from corpus import tokenizer
 
     if cfg.tokenizer != "chars":
         return tokenizer.load(cfg.tokenizer)
     path = out / "tokenizer.json"
-    manifest = out / "manifest.json"
-    if not (path.exists() and manifest.exists() and read_json(manifest)["shards"]):
-        batches = source.batches(out, Tally(cfg.skip_bad_documents))
+    if not any(out.glob("*.bin")):
+        batches = Source(cfg).batches(out)
         tokenizer.write_characters(([one.value for one in batch] for batch in batches), path)
     return tokenizer.load(str(path))
 
@@ -127,8 +123,15 @@ def go_on(cfg, out, vocab_size, tokens):
 
 def check(cfg):
     """Raises one UserError for every setting out of range."""
-    least = dict(shard_tokens=cfg.pack or 1, val_tokens=0, shuffle_seed=0, pack=2)
-    wrong = too_small(cfg, least | dict(max_tokens=1, min_document_tokens=1))
+    least = dict(
+        shard_tokens=cfg.pack or 1,
+        val_tokens=0,
+        shuffle_seed=0,
+        max_tokens=1,
+        pack=2,
+        min_document_tokens=1,
+    )
+    wrong = too_small(cfg, least)
     wrong += outside(cfg, "below", {"shard_tokens": 1 << 31})  # the largest count in a header
     if len(cfg.keys) > 2:
         wrong.append(f"text_key={cfg.text_key} must be one field, or two for prompt,completion")
@@ -137,18 +140,16 @@ def check(cfg):
     refuse(wrong)
 
 
-def check_files(cfg, files):
-    """Refuses settings that do not suit local `files`."""
+def check_files(cfg, is_text):
+    """Refuses settings that do not suit local files; is_text: they are a single text."""
     of_hub = ["subset", "split", "revision", "streaming"]
     wrong = without_effect(cfg, of_hub, "is for the hub, not for files")
-    if alone(files):
+    if is_text:
         wrong += without_effect(cfg, ["pack", "shuffle_seed"], "is for several documents")
         if cfg.val_tokens:
             wrong.append(
                 f"val_tokens={cfg.val_tokens}: of a single text it is the last tenth; try 0 or None"
             )
-    if cfg.is_chat and not all(kind(path)[0] in RECORDS for path in files):
-        wrong.append(f"text_key={cfg.text_key} needs files of {', '.join(RECORDS)}")
     refuse(wrong)
 
 
@@ -159,34 +160,32 @@ def settings(cfg, source, encoder):
     """
     chosen = vars(cfg) | {
         "dataset": source.name,
-        "val_tokens": val_tokens(cfg, source.files),
+        "val_tokens": val_tokens(cfg, source),
         "streaming": cfg.streaming and cfg.shuffle_seed is not None,  # then another order
         "tokenizer_sha256": encoder.digest(),
     }
     if source.files:
-        chosen["contents_sha256"] = contents(source.files)
-    for name in ("out_dir", "skip_bad_documents"):  # up to a bad document the bytes are the same
-        del chosen[name]
+        # tells a file that was edited in place; takes a second for a GB
+        digests = "".join(digest(path)[1] for path in source.files)
+        chosen["contents_sha256"] = hashlib.sha256(digests.encode()).hexdigest()
+    del chosen["out_dir"], chosen["skip_bad_documents"]  # up to a bad one the bytes are the same
     return chosen
 
 
-def val_tokens(cfg, files):
-    """How many tokens are held out, also where val_tokens is None (docs/data.md).
-
-    files: local ones; None: the hub's.
-    """
+def val_tokens(cfg, source):
+    """How many tokens are held out, also where val_tokens is None (docs/data.md)."""
     if cfg.val_tokens is not None:
         return cfg.val_tokens
-    if alone(files):
+    if source.is_text:
         return 1  # its last tenth is a document, which is taken whole
-    found = cfg.shard_tokens
-    if files:
+    bounds = [cfg.shard_tokens]
+    if source.files:
         # 1% of the tokens, which have one byte or about four; less of compressed files
         percent = 100 if cfg.tokenizer in ("bytes", "chars") else 400
-        found = min(found, sum(map(os.path.getsize, files)) // percent)
+        bounds.append(sum(map(os.path.getsize, source.files)) // percent)
     if cfg.max_tokens is not None:
-        found = min(found, cfg.max_tokens // 10)
-    return max(1, found)
+        bounds.append(cfg.max_tokens // 10)
+    return max(1, min(bounds))
 
 
 class Source:
@@ -196,45 +195,47 @@ class Source:
         self.cfg = cfg
         self.tally = Tally(cfg.skip_bad_documents)
         self.name = SHORT_NAMES.get(cfg.dataset, cfg.dataset)
-        self.files = local_files(self.name, self.tally)
+        self.files = local_files(self.name, self.tally)  # None: it is of the hub
+        self.is_text = False  # whether it is a single text
+        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name) or "text"
         if self.files:
-            check_files(cfg, self.files)
-        self.short = re.sub(r"[^\w-].*", "", Path(self.name).name)
-        if not self.short or (self.files and len(self.files) > 1):
-            self.short = "text"
+            self.is_text = len(self.files) == 1 and kind(self.files[0])[0] not in RECORDS
+            check_files(cfg, self.is_text)
+            if len(self.files) > 1:
+                self.short = "text"
 
-    def batches(self, out, tally, first=0):
+    def batches(self, out, first=0):
         """Yields lists of Documents, from document number `first` on.
 
         out: where a copy of local files may be while it is shuffled.
         """
         with as_user_error(f"dataset={self.cfg.dataset} cannot be read", DataError, AGAIN):
             if self.files is None:
-                documents = self._hub(first, tally)
+                documents = self._hub(first)
             else:
-                documents = local_documents(self.files, self.cfg.keys, tally)
-                if alone(self.files):
-                    documents = self._parts(tally)
+                documents = local_documents(self.files, self.cfg.keys, self.tally)
+                if self.is_text:
+                    documents = self._parts()
                 elif self.cfg.shuffle_seed is not None:
-                    documents = shuffled(documents, self.cfg.shuffle_seed, out / "documents.tmp")
+                    documents = shuffled(documents, self.cfg.shuffle_seed, out)
                 documents = itertools.islice(documents, first, None)
             yield from batched(documents, lambda one: len(one.value or ""))
 
-    def _parts(self, tally):
+    def _parts(self):
         """The end of a single text, for validation, then what precedes it in parts."""
         from corpus.tokenizer import parts
 
-        (path,) = self.files
+        [path] = self.files
         keys = self.cfg.keys
-        end = sum(map(len, text_parts(path, keys, tally)))
+        end = sum(map(len, text_parts(path, keys)))
         cut = end
         if self.cfg.val_tokens != 0:
             cut = max(end * 9 // 10, end - MOST_HELD_OUT)
-            yield Document(path, "".join(text_parts(path, keys, Tally(), cut)))
-        for number, part in enumerate(parts(text_parts(path, keys, Tally(), 0, cut))):
+            yield Document(path, "".join(text_parts(path, keys, cut)))
+        for number, part in enumerate(parts(text_parts(path, keys, 0, cut))):
             yield Document(path, part, continues=number > 0)
 
-    def _hub(self, first, tally):
+    def _hub(self, first):
         """The documents of a dataset of the hub."""
         import datasets  # takes a second to import
 
@@ -243,34 +244,30 @@ class Source:
         subset = cfg.subset
         if subset == Config.subset and self.name not in SHORT_NAMES.values():
             subset = None  # the default is one of FineWeb alone
-        data = patiently(
-            datasets.load_dataset,
+        data = datasets.load_dataset(
             self.name,
             name=subset,
             split=cfg.split,
             revision=cfg.revision,
             streaming=cfg.streaming,
         )
-        columns = [*cfg.keys]
-        if cfg.is_chat:
-            columns += [name for name in BESIDE if name in (data.column_names or ())]
-        data = data.select_columns(columns)
+        beside = [name for name in BESIDE if name in (data.column_names or ())]
+        data = data.select_columns([*cfg.keys, *beside])
         if cfg.shuffle_seed is not None:
             data = data.shuffle(seed=cfg.shuffle_seed)
         if cfg.streaming or first < len(data):  # skip fails where all is in shards
             for number, record in enumerate(data.skip(first), first + 1):
-                yield document(f"document {number}", record, cfg.keys, tally)
+                yield document(f"document {number}", record, cfg.keys, self.tally)
 
 
-def shuffled(documents, seed, path):
-    """Yields documents in the order of numpy's permutation, out of a copy in a file."""
+def shuffled(documents, seed, folder):
+    """Yields documents in the order of numpy's permutation, out of a copy in a file there."""
     import numpy as np
 
     begins = [0]
-    with open(path, "w+b") as file:
-        path.unlink()  # it is gone with the process
+    with tempfile.TemporaryFile(dir=folder) as file:  # it is gone with the process
         for one in documents:
-            file.write(json.dumps(vars(one), default=str).encode())
+            file.write(json.dumps(vars(one)).encode())
             begins.append(file.tell())
         for i in np.random.default_rng(seed).permutation(len(begins) - 1):
             file.seek(begins[i])

@@ -30,7 +30,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 import configurator
 from measure.logs import compare, load, smooth
 from system.errors import UserError
-from system.files import number
 
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1))]  # of the first six runs, the next six, and so on
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds of training steps"}
@@ -228,6 +227,11 @@ def spread(places, gap):
     found = np.empty(len(places))
     found[order] = np.maximum.accumulate(places[order] - steps) + steps
     return found
+
+
+def number(value):
+    """Whether a value of a log is a finite number."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def choose_panels(runs):

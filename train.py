@@ -22,11 +22,11 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: --help a
 
 import contextlib
 import dataclasses
+import itertools
 
 import torch
 
 import optim
-from corpus.loader import Repeated
 from run import agreement
 from run.build import (
     COMPILED,
@@ -49,7 +49,7 @@ from run.resume import Start
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
 from scale.precision import autocast
-from system.files import Lock
+from system.files import locked
 
 
 @dataclasses.dataclass
@@ -158,7 +158,8 @@ def train(cfg, world, watch, stack):
     # the resolved precision may be in conflict
     check(dataclasses.replace(cfg, attention="auto"), world.size)
     agreement.settings(cfg)
-    lock = stack.enter_context(Lock(cfg.out_dir)) if writes else None
+    if writes:
+        stack.enter_context(locked(cfg.out_dir))
     start = Start(cfg)
     if cfg.dry_run:
         cfg = try_out(cfg, world, start.step)
@@ -172,8 +173,10 @@ def train(cfg, world, watch, stack):
     agreement.data(cfg, loader, val_loaders)
     eot = getattr(loader, "eot", None)
     proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
-    if cfg.overfit:
-        loader = Repeated(loader, cfg.micro_steps(world.size))
+    next_batch = loader.next
+    if cfg.overfit:  # the first batch again and again
+        micro_batches = [loader.next() for _ in range(cfg.micro_steps(world.size))]
+        next_batch = itertools.cycle(micro_batches).__next__
 
     # the model, the optimizer and how a step is computed
     training = Training(cfg, world, loader, start.weights, eot)
@@ -188,8 +191,7 @@ def train(cfg, world, watch, stack):
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
     source.check()  # that no source was edited while this process imported it
-    if lock:
-        lock.take()
+    if writes:
         start.prepare_out_dir()
     if not cfg.dry_run:
         log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
@@ -227,7 +229,7 @@ def train(cfg, world, watch, stack):
         optim.set_learning_rate(state.optimizer, lr)
         tokens = optim.batch_tokens(share, cfg)
         training.accumulation = cfg.micro_steps(world.size, tokens)
-        totals = training.accumulate(loader.next)
+        totals = training.accumulate(next_batch)
         norm = training.normalize_and_clip(totals)
         training.update(totals, norm)
 

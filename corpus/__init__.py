@@ -1,6 +1,8 @@
 """From text to tokens to batches; imports system/ alone, and no model."""
 
 import contextlib
+import json
+from pathlib import Path
 
 from system.errors import UserError
 
@@ -34,3 +36,12 @@ def as_user_error(what, kind=UserError, advice=""):
         error = error.__cause__ or error  # of datasets' errors, the one that says what is wrong
         brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise kind(f"{what}: {brief}{advice}") from None
+
+
+def read_json(path, kind=UserError):
+    """The object in a JSON file; `kind` if the file cannot be read or holds anything else."""
+    with as_user_error(f"{path} cannot be read", kind):
+        value = json.loads(Path(path).read_bytes())
+        if not isinstance(value, dict):
+            raise TypeError("it holds no object of JSON")
+        return value

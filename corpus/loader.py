@@ -69,7 +69,7 @@ class TokenLoader:
     T: int
     rank: int = 0
     world: int = 1
-    vocab_size: int | None = None  # the model's
+    vocab_size: int = 1 << 32  # the model's; all ids are below this one
     device: str | torch.device = "cpu"
     batch_tokens: int = 0  # of a global batch, for which there must be enough
     allow_data_change: bool = False
@@ -83,6 +83,7 @@ class TokenLoader:
             self.folders.append(FolderRows(shards, weight, self.T, self.shuffle_seed))
         self.turns = mixture.turns([rows.weight for rows in self.folders])
         shards = [rows.shards for rows in self.folders]
+        self.names = [one.folder for one in shards]
         self.tokens = sum(one.tokens for one in shards)
         self.tokenizer = shards[0].tokenizer
         self.eot = shards[0].eot
@@ -90,15 +91,14 @@ class TokenLoader:
         self.warnings = []
         self._check(shards)
         if self.split == "train":
-            names = [one.folder for one in shards]
             # in a thread, for which the end of the process does not wait
-            self.whole = ThreadPool(1).apply_async(fingerprint, (names, whole_digest))
+            self.whole = ThreadPool(1).apply_async(fingerprint, (self.names, whole_digest))
         self._start_at(0)
 
     @functools.cached_property
     def fingerprint(self):
         """Tells this data from other data; a script that only reads batches needs none."""
-        return fingerprint([rows.shards.folder for rows in self.folders], sampled_digest)
+        return fingerprint(self.names, sampled_digest)
 
     def _check(self, shards):
         """Raises DataError for Shards that do not suffice or do not go together."""
@@ -140,13 +140,8 @@ class TokenLoader:
         # this thread starts on GPU 0, where pinning would allocate a context
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        for first in itertools.count(row, self.world * self.B):
-            yield self._batch([self._read(own) for own in self._own_rows(first)])
-
-    def _own_rows(self, first):
-        """This rank's B of the world*B rows from `first` on."""
-        own = first + self.rank * self.B
-        return range(own, own + self.B)
+        for own in itertools.count(row + self.rank * self.B, self.world * self.B):
+            yield self._batch([self._read(own + i) for i in range(self.B)])
 
     def _read(self, row):
         """As FolderRows.read, of a row of the run, from the folder whose turn it is."""
@@ -189,11 +184,11 @@ class TokenLoader:
                 "loss; raise --eval_tokens"
             )
         for first in range(0, rows, self.world * self.B):
-            own = self._own_rows(first)
-            starts = [row * self.T if row < rows else 0 for row in own]
+            own = first + self.rank * self.B
+            starts = [row * self.T if row < rows else 0 for row in range(own, own + self.B)]
             batch = self._batch([shards.read(start, self.T + 1) for start in starts])
             x, y = self._to_device(batch)
-            y[max(0, rows - own.start) :] = -100
+            y[max(0, rows - own) :] = -100
             yield x, y
 
     def documents(self, rows):
@@ -201,20 +196,17 @@ class TokenLoader:
         if self.eot is None:
             return np.arange(rows)
         ids, _ = self.folders[0].shards.read(0, rows * self.T)
-        return np.searchsorted(np.flatnonzero(ids == self.eot), np.arange(rows) * self.T, "right")
+        return np.cumsum(ids == self.eot)[:: self.T]
 
     def describe(self, tokens):
         """Rows of the start-up summary of a run over `tokens` tokens; None: they are not known."""
-        epochs = f"{tokens / self.tokens:.2g} epochs, " if tokens else ""
-        words = f"{self.tokens:,} training tokens, {epochs}tokenizer {self.tokenizer}"
-        found = [("data", f"{self.data_dir}: {words}")]
-        if len(self.folders) > 1:
-            for rows in self.folders:
-                part = rows.weight / len(self.turns)
-                words = f"{rows.shards.folder}: {part:.1%} of the rows"
-                if tokens:
-                    words += f", {tokens / self.T * part / rows.per_epoch:.2f} epochs"
-                found.append(("", words))
+        found = [("tokenizer", str(self.tokenizer))]
+        for rows in self.folders:
+            part = rows.weight / len(self.turns)
+            words = f"{rows.shards.folder}: {rows.shards.tokens:,} tokens, {part:.1%} of the rows"
+            if tokens:
+                words += f", {tokens / self.T * part / rows.per_epoch:.2g} epochs"
+            found.append(("data", words))
         return found + [("warning", words) for words in self.warnings]
 
     def state_dict(self):
@@ -235,7 +227,8 @@ class TokenLoader:
 
         Raises DataError for other data.
         """
-        self.rows = state["rows"]
+        self.close()
+        self._start_at(state["rows"])
         differ = []
         for key, own in self.state_dict().items():  # whole_data may be absent
             if state.get(key, own) != own:
@@ -247,19 +240,3 @@ class TokenLoader:
             self.warnings.append(
                 f"{words}; goes on at row {self.rows:,}: rows may be read again or left out"
             )
-        self.close()
-        self._start_at(self.rows)
-
-
-class Repeated:
-    """Another loader's first batches, as many as `number`, again and again (--overfit)."""
-
-    def __init__(self, loader, number):
-        self.loader = loader
-        self.batches = itertools.cycle([loader.next() for _ in range(number)])
-
-    def next(self):
-        return next(self.batches)
-
-    def __getattr__(self, name):  # all else
-        return getattr(self.loader, name)

@@ -10,17 +10,11 @@ def prefetched(items):
     """Yields `items`, which a thread makes at most two ahead; raises its exceptions here."""
     items = iter(items)
     end = object()
-    pool = concurrent.futures.ThreadPoolExecutor(1)  # one thread makes them in their order
-    try:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread makes them in their order
         made = collections.deque(pool.submit(next, items, end) for _ in range(2))
-        while True:
-            item = made.popleft().result()  # waits for it
-            if item is end:
-                return
+        while (item := made.popleft().result()) is not end:  # waits for it
             made.append(pool.submit(next, items, end))  # while the caller works with the item
             yield item
-    finally:
-        pool.shutdown(cancel_futures=True)  # and wait for the item under way, which may read files
 
 
 def batched(items, size_of, most=256, size=LONG):

@@ -13,56 +13,41 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import DataError, as_user_error, mixture
+from corpus import DataError, as_user_error, mixture, read_json
 from corpus.tokenizer import fits
 from system import files
 
 HEADER_BYTES = 1024
-# magic: (version, token dtype), as in llm.c
-FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+HEADERS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}  # of ids: magic and version, as in llm.c
 BLOCKS = 16  # of a file, of which its sampled digest is made
 BLOCK_BYTES = 1 << 16
 MAKE_DATA = "make the data with python fineweb.py (--help lists its settings)"
 
-SHARD = {"name": files.plain_name, "sha256": files.text, "mask_sha256?": files.sha256}
-MANIFEST = {
-    "tokenizer": files.text,
-    "vocab_size": files.id_count,
-    "eot": files.count,
-    "shards?": [SHARD],
-    "settings?": {"pack?": (files.count, None)},
-    "token_bytes_sha256?": files.sha256,
-}
-
-
-def damaged(path, found, expected):
-    """A DataError for a file of the data that is not as it should be."""
-    return DataError(
-        f"{path} is damaged: found {found}, expected {expected}; bring it back, or {MAKE_DATA}"
-    )
-
 
 def read_manifest(folder):
-    """The object in a folder's manifest.json, {} where there is no such file. Raises DataError."""
+    """The object in a folder's manifest.json, {} without that file, with two keys of our own.
+
+    files: {name: SHA-256} of the shards and masks. pack: fineweb.py's, 0 without. Raises DataError.
+    """
     path = Path(folder, "manifest.json")
     if not path.exists():
-        return {}
-    manifest = files.read_json(path, DataError, MANIFEST)
+        return {"files": {}, "pack": 0}
+    manifest = read_json(path, DataError)
     if manifest.get("next"):
         raise DataError(
             f"{folder} is half made; wait for fineweb.py, or run the same command again: it goes on"
         )
+    with as_user_error(f"{path} is damaged", DataError):
+        if manifest["eot"] not in range(manifest["vocab_size"]):
+            raise ValueError(f"eot={manifest['eot']} is no id")
+        manifest["pack"] = int(manifest.get("settings", {}).get("pack") or 0)
+        manifest["files"] = known = {}
+        for shard in manifest.get("shards", ()):
+            name = Path(shard["name"]).name  # in this folder, whatever path a stranger's file gives
+            known[name] = shard["sha256"]
+            if "mask_sha256" in shard:
+                known[mask_path(name).name] = shard["mask_sha256"]
     return manifest
-
-
-def listed(folder):
-    """{name: SHA-256} of the shards and masks in a folder's manifest."""
-    found = {}
-    for shard in read_manifest(folder).get("shards", ()):
-        found[shard["name"]] = shard["sha256"]
-        if "mask_sha256" in shard:
-            found[mask_path(shard["name"]).name] = shard["mask_sha256"]
-    return found
 
 
 def read_token_bytes(folder):
@@ -78,38 +63,30 @@ def read_token_bytes(folder):
     return np.load(path)
 
 
-def read_header(path):
-    """(number of tokens, their dtype, bytes before them) of a .bin file.
-
-    The number is None, which means all, if the file has no header.
-    """
-    size = os.path.getsize(path)
-    words = np.fromfile(path, "<i4", 3).tolist()
-    magic, version, count = words if len(words) == 3 else (0, 0, 0)
-    # GPT-2's tokens cannot look like a header: both magics contain 16-bit values above 50,256
-    if magic not in FORMATS and os.path.basename(path) in ("train.bin", "val.bin"):
-        halves = np.fromfile(path, "<u2", 8192)
-        if halves[1::2].max(initial=0) < 4 <= halves[::2].max(initial=0):
-            raise damaged(
-                path, found="ids of 32 bits", expected="ids of 16, as nanoGPT writes them"
-            )
-        return None, np.dtype("<u2"), 0
-    right, dtype = FORMATS.get(magic, (None, np.uint16))
-    need = HEADER_BYTES + count * np.dtype(dtype).itemsize
-    if version != right or count <= 0 or size != need:
-        raise damaged(
-            path,
-            f"magic {magic}, version {version}, {count} tokens and {size} bytes",
-            f"llm.c's header and {need} bytes (nanoGPT's are named train.bin, val.bin)",
-        )
-    return count, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES
-
-
 def open_shard(path):
-    """The tokens of a shard, or of nanoGPT's train.bin or val.bin, as a read-only memory map."""
-    with as_user_error(f"{path} is damaged", DataError, f"; remove it and {MAKE_DATA}"):
-        count, dtype, offset = read_header(path)
-        return np.memmap(path, dtype, "r", offset, count)
+    """The tokens of a shard, or of nanoGPT's train.bin or val.bin, in a read-only memory map."""
+    kinds = {header: kind for kind, header in HEADERS.items()}
+    with as_user_error(f"{path} is damaged", DataError, f"; bring it back, or {MAKE_DATA}"):
+        magic, version, count = np.fromfile(path, "<i4", 3).tolist()
+        kind = kinds.get((magic, version))
+        if kind:
+            size = path.stat().st_size
+            need = HEADER_BYTES + count * np.dtype(kind).itemsize
+            if size != need:
+                raise ValueError(f"it has {size} bytes, for {count} tokens it needs {need}")
+            tokens = np.memmap(path, kind, "r", HEADER_BYTES)
+        elif path.name in ("train.bin", "val.bin"):
+            # GPT-2's ids cannot look like a header: both magics have 16-bit values above 50,256
+            tokens = np.memmap(path, "<u2", "r")
+            if tokens[1:8192:2].max() < 4 <= tokens[:8192:2].max():
+                raise ValueError("its ids have 32 bits, nanoGPT's have 16")
+        else:
+            raise ValueError(
+                f"magic {magic} and version {version} are not llm.c's (nanoGPT's files, without a "
+                "header, are named train.bin, val.bin)"
+            )
+        # a slice of a memmap takes five times as long as one of its view as an array
+        return tokens.view(np.ndarray)
 
 
 def mask_path(path):
@@ -118,12 +95,12 @@ def mask_path(path):
 
 
 def open_mask(path, tokens):
-    """The bytes of the mask of so many tokens as a read-only memory map."""
-    size = path.stat().st_size if path.is_file() else 0
-    need = -(-tokens // 8)
-    if size != need:
-        raise damaged(path, f"{size} bytes", f"{need} for {tokens} tokens")
-    return np.memmap(path, np.uint8, "r")
+    """The bytes of the mask of so many tokens in a read-only memory map."""
+    with as_user_error(f"{path} is damaged", DataError):
+        mask = np.memmap(path, np.uint8, "r")
+        if len(mask) != -(-tokens // 8):
+            raise ValueError(f"it holds {len(mask)} bytes for {tokens} tokens")
+        return mask
 
 
 def split_of(name):
@@ -132,29 +109,25 @@ def split_of(name):
     return found and found[1]
 
 
-def find_shards(folder, split):
-    """Sorted paths of a split: the manifest's shards, or any, or nanoGPT's. Raises DataError."""
+def find_shards(folder, split, known):
+    """Sorted paths of a split's shards; known: the manifest's files, if any. Raises DataError."""
     if not os.path.isdir(folder):
         raise DataError(
             f"data_dir={folder} is no folder that exists; {MAKE_DATA}, or ./quickstart.sh makes one"
         )
-    nanogpt = f"{split}.bin"
-    names = [name for name in sorted(os.listdir(folder)) if split_of(name) == split]
-    if nanogpt in names and len(names) > 1:
-        raise DataError(f"{folder} holds {', '.join(names[-2:])}; keep one kind of the two")
-    if "shards" in read_manifest(folder):
-        expected = {name for name in listed(folder) if split_of(name) == split}
-        if wrong := sorted(expected ^ {*names}):
-            raise DataError(
-                f"{folder}/manifest.json lists the shards: {wrong[0]} is missing, bring it back, "
-                "or is not one of them, move it away"
-            )
+    names = {name for name in os.listdir(folder) if split_of(name) == split}
+    wrong = names ^ {name for name in known if split_of(name) == split}
+    if known and wrong:
+        raise DataError(
+            f"{folder}/manifest.json lists the shards: {min(wrong)} is missing, bring it back, "
+            "or is not one of them, move it away"
+        )
     if not names:
         raise DataError(
-            f"{folder} holds no {split} split (*_{split}_*.bin or {nanogpt}); {MAKE_DATA}; without "
-            "validation: --eval_interval=0"
+            f"{folder} holds no {split} split (*_{split}_*.bin or {split}.bin); {MAKE_DATA}; "
+            "without validation: --eval_interval=0"
         )
-    return [Path(folder, name) for name in names]
+    return [Path(folder, name) for name in sorted(names)]
 
 
 def fingerprint(folders, digest_of):
@@ -167,17 +140,17 @@ def fingerprint(folders, digest_of):
     for folder in folders:
         manifest = read_manifest(folder)
         lines.append(f"{manifest.get('eot')} {manifest.get('token_bytes_sha256')}")
-        known = listed(folder)
         paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".mask"))
-        with as_user_error(f"{folder} cannot be read", DataError), ThreadPool(8) as pool:
-            lines += pool.starmap(digest_of, [(path, known.get(path.name)) for path in paths])
+        given = [(path, manifest["files"].get(path.name)) for path in paths]
+        with ThreadPool(8) as pool:
+            lines += pool.starmap(digest_of, given)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def sampled_digest(path, known=""):
     """SHA-256 of a file's length and BLOCKS blocks spread over it, which overlap in a small one."""
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(f"{known} {size} ".encode())
         for number in range(BLOCKS):  # the first and the last bytes too
             file.seek(number * max(0, size - BLOCK_BYTES) // (BLOCKS - 1))
@@ -202,7 +175,7 @@ def verify(data_dir):
     """
     for folder, _ in mixture.folders(str(data_dir)):
         # somebody else's shards have no checksums
-        for name, sha256 in listed(folder).items():
+        for name, sha256 in read_manifest(folder)["files"].items():
             verify_file(Path(folder, name), sha256)
 
 
@@ -210,39 +183,40 @@ def verify_file(path, sha256):
     """Raises DataError unless a file is there and has this SHA-256."""
     found = files.digest(path)[1] if path.is_file() else "no file"
     if found != sha256:
-        raise damaged(path, found, f"the manifest's SHA-256 {sha256}")
+        raise DataError(
+            f"{path} is damaged: found {found}, expected the manifest's SHA-256 {sha256}; bring it "
+            f"back, or {MAKE_DATA}"
+        )
 
 
 class Shards:
     """The shards of a folder's split as one circle of `tokens` tokens, and what its manifest says.
 
-    vocab_size: the model's; None: ids are not compared with it. Raises DataError.
+    vocab_size: the model's. Raises DataError.
     """
 
-    def __init__(self, folder, split, vocab_size=None):
+    def __init__(self, folder, split, vocab_size):
         manifest = read_manifest(folder)
         self.folder = folder
         self.limit = vocab_size
-        self.vocab_size = manifest.get("vocab_size")  # of the tokenizer; None without a manifest
         self.eot = manifest.get("eot")
-        self.pack = manifest.get("settings", {}).get("pack")
+        self.pack = manifest["pack"]
         self.token_bytes = read_token_bytes(folder)
         own = Path(folder, "tokenizer.json")  # also where the manifest's path is of another machine
         self.tokenizer = str(own) if own.is_file() else manifest.get("tokenizer")
-        if vocab_size is not None and (self.vocab_size or 0) > vocab_size:
-            if self.token_bytes is None or not fits(vocab_size, self.token_bytes, self.eot):
+        if self.token_bytes is not None:
+            if not fits(vocab_size, self.token_bytes, self.eot):
                 raise DataError(
                     f"vocab_size={vocab_size} is below the tokenizer's; try "
-                    f"--vocab_size={self.vocab_size}"
+                    f"--vocab_size={manifest['vocab_size']}"
                 )
-        self.paths = find_shards(folder, split)
-        # a slice of a memmap takes five times as long as one of its view as an array
-        self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]
+        known = manifest["files"]
+        self.paths = find_shards(folder, split, known)
+        self.shards = [open_shard(path) for path in self.paths]
         self.begins = np.cumsum([0, *map(len, self.shards)]).tolist()  # of each shard in the circle
         self.tokens = self.begins[-1]
         masks = [mask_path(path) for path in self.paths]
         self.masks = None
-        known = listed(folder)
         if any(mask.exists() or mask.name in known for mask in masks):
             self.masks = [open_mask(mask, len(shard)) for mask, shard in zip(masks, self.shards)]
 
@@ -255,7 +229,7 @@ class Shards:
             shard = bisect.bisect_right(self.begins, position) - 1
             first = position - self.begins[shard]
             part = self.shards[shard][first : first + count]
-            if self.limit is not None and part.max() >= self.limit:
+            if part.max() >= self.limit:
                 at = np.argmax(part >= self.limit)
                 raise DataError(
                     f"{self.paths[shard]}: token {first + at} is {part[at]}, not below "

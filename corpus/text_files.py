@@ -9,7 +9,6 @@ import codecs
 import functools
 import glob
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -23,7 +22,6 @@ import pyarrow.parquet
 
 from corpus import LONG, DataError, as_user_error
 from system.errors import UserError
-from system.files import digest
 
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # many documents in a file
 FOLDERS = (".txt", *RECORDS)  # what is read of a folder; a glob may name texts of other kinds
@@ -33,7 +31,7 @@ SUFFIXES = (
     ".pl .pm .lua .r .jl .kt .swift .scala .hs .ml .el .f .f90 .m .s .asm .lean .v"
 ).split()
 OURS = ("manifest.json", "tokenizer.json")  # of shards that lie among the texts
-CHATS = (("messages",), ("conversations",))  # fields of dialogues
+CHATS = ("messages", "conversations")  # fields of dialogues
 # How files begin that hold something else than their name says
 BEGINNINGS = {
     b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS; run git lfs pull",
@@ -91,11 +89,6 @@ def kind(path):
     return (os.path.splitext(inner)[1], last) if last in COMPRESSED else (last, "")
 
 
-def alone(files):
-    """Whether there is one document only, since `files`, from `local_files`, are one text."""
-    return bool(files) and len(files) == 1 and kind(files[0])[0] not in RECORDS
-
-
 def local_files(dataset, tally):
     """The paths of the files that `dataset` names; None for a dataset of the hub.
 
@@ -113,7 +106,16 @@ def local_files(dataset, tally):
         paths = [part] if os.path.exists(part) else sorted(glob.glob(part, recursive=True))
         found = []
         for path in paths:
-            found += files_in(path, tally) if os.path.isdir(path) else [readable(path)]
+            if os.path.isdir(path):
+                found += files_in(path, tally)
+            elif os.path.isfile(path) and kind(path)[0] in ("", *RECORDS, *SUFFIXES):
+                found.append(path)
+            else:
+                raise UserError(
+                    f"dataset: {path} is no file, or of a kind that is not read; unpack an "
+                    "archive, write a table as .jsonl, rename another text; known: "
+                    f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
+                )
         if not found:
             raise UserError(f"dataset={dataset}: no text file matches {part!r} {tally}")
         files |= dict.fromkeys(found)
@@ -138,27 +140,10 @@ def files_in(folder, tally):
     return sorted(found)
 
 
-def readable(path):
-    """`path` of a file that is named by itself or by a glob; UserError if its kind is not read."""
-    if not os.path.isfile(path) or kind(path)[0] not in ("", *RECORDS, *SUFFIXES):
-        raise UserError(
-            f"dataset: {path} is no file, or of a kind that is not read; unpack an archive, write "
-            "a table as .jsonl, rename another text; known: "
-            f"{' '.join([*RECORDS, *SUFFIXES])}, each perhaps with {' '.join(COMPRESSED)}"
-        )
-    return path
-
-
-def contents(files):
-    """SHA-256 of all files' contents, which tells one edited in place; takes a second for a GB."""
-    with as_user_error("dataset cannot be read", DataError):
-        return hashlib.sha256("".join(digest(path)[1] for path in files).encode()).hexdigest()
-
-
 def local_documents(paths, keys, tally):
     """Yields the Document of each record with the fields `keys`; raises DataError."""
     for path in paths:
-        for number, record in enumerate(records(path, keys, tally), 1):
+        for number, record in enumerate(records(path, keys), 1):
             if not isinstance(record, bytes) or record.strip():
                 yield document(f"{path}:{number}", record, keys, tally)
 
@@ -166,11 +151,14 @@ def local_documents(paths, keys, tally):
 def document(where, record, keys, tally):
     """The Document of a record, a line of JSON or {field: value}."""
     try:
-        record = checked(record, keys)
+        if isinstance(record, bytes):
+            record = json.loads(record)
+        else:
+            record = without_none(record)
+        values = tuple(field(record, key) for key in keys)
     except ValueError as error:
         tally.bad(where, f"no record (of JSON) with text in its field {','.join(keys)}: {error}")
         return Document(where, None)
-    values = tuple(record[key] for key in keys)
     value = values if len(values) > 1 else values[0]
     if isinstance(value, list) and record.get("system"):
         value = [{"role": "system", "content": record["system"]}, *value]
@@ -187,23 +175,17 @@ def without_none(value):
     return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
-def checked(record, keys):
-    """The {field: value} of a record; ValueError unless those of `keys` are texts or dialogues."""
-    if isinstance(record, bytes):
-        record = json.loads(record.decode("utf-8-sig"))
-    else:
-        record = without_none(record)
+def field(record, key):
+    """The text in a record's field, or a dialogue in one of CHATS; ValueError for others."""
     names = record if isinstance(record, dict) else ()
-    if not set(keys) <= set(names):
+    if key not in names:
         raise ValueError(f"it has {', '.join(names) or 'no fields'}")
-    for key in keys:
-        value = record[key]
-        if keys in CHATS and isinstance(value, list):
-            continue
-        if not isinstance(value, str):
-            raise ValueError(f"{key} is {json.dumps(value, default=str)[:40]}")
+    value = record[key]
+    if isinstance(value, str):
         value.encode()  # a ValueError for half of a surrogate pair
-    return record
+    elif key not in CHATS or not isinstance(value, list):
+        raise ValueError(f"{key} is {json.dumps(value, default=str)[:40]}")
+    return value
 
 
 # pyarrow's reads several frames, and tells of one that is cut; a window has at most 128 MB
@@ -233,11 +215,11 @@ def opened(path, keys):
     return file, start
 
 
-def records(path, keys, tally):
+def records(path, keys):
     """Yields the records of a file: {field: value}, or a line of JSON."""
     suffix, _ = kind(path)
     if suffix not in RECORDS:
-        yield {keys[0]: "".join(text_parts(path, keys, tally))}
+        yield {keys[0]: "".join(text_parts(path, keys))}
         return
     with as_user_error(f"{path} cannot be read", DataError):
         file, start = opened(path, keys)
@@ -249,24 +231,20 @@ def records(path, keys, tally):
             for batch in table.iter_batches(32, columns=columns):
                 yield from batch.to_pylist()
         elif start.startswith(b"["):
-            yield from json.loads(file.read().decode("utf-8-sig"))
+            yield from json.load(file)
         else:
             yield from file
 
 
-def text_parts(path, keys, tally, begin=0, end=sys.maxsize):
+def text_parts(path, keys, begin=0, end=sys.maxsize):
     """Yields a text file's characters from `begin` up to `end` in parts, some of which are empty.
 
     They have no byte order mark, and U+FFFD where the file is not UTF-8.
     """
     at = 0
-    replaced = False
     with as_user_error(f"{path} cannot be read", DataError):
         file, _ = opened(path, keys)
         text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline="")
         while part := text.read(LONG):
-            replaced |= "\ufffd" in part
             yield part[max(0, begin - at) : max(0, end - at)]
             at += len(part)
-    if replaced:
-        tally.add("files with U+FFFD, as in place of bytes that are not UTF-8", path)

@@ -13,10 +13,10 @@ import tiktoken
 from tokenizers import ByteLevelBPETokenizer, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from corpus import LONG, as_user_error
+from corpus import LONG, as_user_error, read_json
 from corpus.prefetch import batched
 from system.errors import UserError, listed, warn
-from system.files import read_json, write_atomic
+from system.files import write_atomic
 
 BESIDE = (
     "tokenizer_config.json",
@@ -316,7 +316,7 @@ warn_once = functools.cache(warn)  # not at each checkpoint
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
     path = file_beside(folder, name)
-    return read_json(path, form={}) if path else {}
+    return read_json(path) if path else {}
 
 
 def token_files(folder):

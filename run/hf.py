@@ -12,10 +12,10 @@ from pathlib import Path
 import huggingface_hub
 
 from configurator import typed
-from corpus import VOCABULARIES, as_user_error
+from corpus import VOCABULARIES, as_user_error, read_json
 from settings import GPTConfig
 from system.errors import UserError, listed, refuse
-from system.files import by_umask, patiently, plain_name, read_json, text, write_json
+from system.files import by_umask, write_json
 
 
 class GPT2:
@@ -198,7 +198,7 @@ def fetch(name, files=FILES):
     options = dict(allow_patterns=files, ignore_patterns=["*/*"])
     # errors of the hub, of its HTTP client and of the disk
     with as_user_error(f"{name}: no such folder, and it cannot be downloaded"):
-        return Path(patiently(huggingface_hub.snapshot_download, str(name), **options))
+        return Path(huggingface_hub.snapshot_download(str(name), **options))
 
 
 def read_config(folder):
@@ -208,7 +208,7 @@ def read_config(folder):
     attention alone or of quantized weights, `open_hf` refuses.
     """
     path = Path(folder) / "config.json"
-    hf = read_json(path, form={"model_type": text})
+    hf = {"model_type": None} | read_json(path)
     refuse_others(path, hf, dict(model_type=[*FAMILIES]))
     family = FAMILIES[hf["model_type"]]
     rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
@@ -330,8 +330,10 @@ def open_tensors(folder, family):
     prefix = family.embedding.partition(".")[0] + "."  # absent if saved without the head
     names = ["model.safetensors"]
     if not (folder / names[0]).exists() and (folder / INDEX).exists():
-        index = read_json(folder / INDEX, form={"weight_map": {str: plain_name}})
-        names = set(index["weight_map"].values())
+        index = read_json(folder / INDEX)
+        with as_user_error(f"{folder / INDEX} is damaged"):
+            # in this folder, whatever path a stranger's file gives
+            names = {Path(name).name for name in index["weight_map"].values()}
     tensors = {}
     for file_name in names:
         path = folder / file_name

@@ -279,12 +279,12 @@ def test_damaged_missing_and_strange_files(tmp_path, monkeypatch):
     refused(lambda: load(tmp_path), "pytorch_model.bin", "safetensors")
     assert not (tmp_path / "sprung").exists()
     (tmp_path.parent / "model.safetensors").write_bytes(whole)
-    for place in ("../model.safetensors", "/model.safetensors", "x" * 300, 3, None):
+    for place in ("../model.safetensors", "/model.safetensors", 3, None):
         index = {"weight_map": {"wte.weight": place}} if place else []
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(lambda: load(tmp_path), "model.safetensors.index.json is damaged")
+        refused(lambda: load(tmp_path), "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": ')
-    refused(lambda: load(tmp_path), "config.json", "is damaged")
+    refused(lambda: load(tmp_path), "config.json", "cannot be read")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(lambda: load("no-such/model"), "no-such/model", "no such folder")
 

@@ -1,4 +1,4 @@
-"""system/files.py: a file is old or new, bad JSON is told in one line, a lock ends with its run."""
+"""system/files.py: a file is old or new, a lock ends with its run."""
 
 import errno
 import os
@@ -26,28 +26,22 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside(tmp_path, monkeypatch,
     assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-HOLD = "import sys; from system.files import Lock; lock = Lock(sys.argv[1]); lock.take(); "
-HOLD += "print('held', flush=True); input()"
+HOLD = "import sys; from system.files import locked\n"
+HOLD += "with locked(sys.argv[1]): print('held', flush=True); input()"
 
 
 @pytest.mark.fault(44)
 def test_a_living_process_is_refused_and_a_dead_one_is_not(tmp_path):
     run, pipe = tmp_path / "run", subprocess.PIPE
-    with files.Lock(run) as lock:
-        assert not run.exists() and lock.file is None
-        other = subprocess.Popen(
-            [sys.executable, "-c", HOLD, run], cwd=ROOT, stdin=pipe, stdout=pipe
-        )
-        try:
-            assert other.stdout.readline() == b"held\n"
-            with pytest.raises(UserError, match=f"in use by a run: process {other.pid} on"):
-                lock.take()
-            with pytest.raises(UserError, match="in use by a run"), files.Lock(run):
-                pass
-        finally:
-            other.kill()
-            other.wait()
-        lock.take()
-        lock.take()
-    with files.Lock(run) as again:
-        assert again.file is not None
+    words = [sys.executable, "-c", HOLD, run]
+    other = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="in use by another run"), files.locked(run):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    for _ in range(2):
+        with files.locked(run):
+            pass

@@ -23,7 +23,7 @@ import settings as settings_of_a_run
 from configurator import configure
 from corpus import text_files, tokenizer, writer
 from corpus.loader import DataError, TokenLoader
-from corpus.shards import read_header, verify
+from corpus.shards import open_shard, verify
 from fineweb import Config
 from system.errors import UserError
 
@@ -52,7 +52,7 @@ def prepare(out, dataset=SOURCES, **settings):
 def stopped_after(count):
     """Ends `prepare` inside when it has recorded so many shards."""
     save = writer.Progress._save
-    stop = lambda self, **more: 1 / 0 if len(self.shards) > count else save(self, **more)
+    stop = lambda self: 1 / 0 if len(self.record["shards"]) > count else save(self)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(writer.Progress, "_save", stop)
         yield
@@ -66,7 +66,7 @@ def contents(folder):
 
 def shard_tokens(folder, split):
     paths = sorted(Path(folder).glob(f"*_{split}_*.bin"))
-    return [np.fromfile(path, read_header(path)[1], offset=1024) for path in paths]
+    return [open_shard(path) for path in paths]
 
 
 def rebuild(texts, tok, val_tokens):
@@ -93,13 +93,12 @@ def test_shards_are_the_documents(tmp_path):
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
     names = [shard["name"] for shard in manifest["shards"]]
     assert names[:2] == ["text_val_000000.bin", "text_train_000001.bin"]
-    whole = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, dtype="uint16")
-    whole |= dict(documents=sum(map(bool, texts)), tokens=len(val) + len(train))
+    whole = dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
     assert whole.items() <= manifest.items()
     assert np.array_equal(np.load(tmp_path / "d/token_bytes.npy"), tok.token_bytes())
     verify(tmp_path / "d")
     files = {path.name for path in (tmp_path / "d").iterdir()}
-    assert files == {"manifest.json", "token_bytes.npy", *names}
+    assert files == {"manifest.json", "token_bytes.npy", "run.lock", *names}
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path):
@@ -257,11 +256,12 @@ def test_a_users_files_in_the_folder_are_kept(tmp_path):
     """Their names are like those of a write that was killed, which alone is removed."""
     (tmp_path / "a.txt").write_text("hello " * 400)
     (tmp_path / "d/dir.tmp").mkdir(parents=True)
-    users = [".vim.tmp", "notes.tmp", ".notes.7.tmp", ".manifest.json.tmp"]
-    for name in (*users, ".a_train_000002.bin.3.tmp", ".manifest.json.1.tmp"):
+    users = {".vim.tmp", "notes.tmp", ".a_train_000002.bin.3.tmp"}
+    for name in (*users, ".a_train_000002.bin.3.unfinished"):
         (tmp_path / "d" / name).write_text("mine")
     prepare(tmp_path / "d", tmp_path / "a.txt", tokenizer="bytes")
     assert {path.name for path in (tmp_path / "d").glob("*.tmp")} == {*users, "dir.tmp"}
+    assert not [*tmp_path.glob("d/.*.unfinished")]
 
 
 def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
@@ -284,7 +284,6 @@ def test_mistakes_in_the_settings_and_files(tmp_path, monkeypatch):
         (one | dict(out="/proc/x"), 2, "out_dir"),
         (dict(shard_tokens=0, val_tokens=-1), 2, "shard_tokens=0.*val_tokens=-1"),
         (one | dict(streaming=True), 2, "streaming=True"),
-        (dict(dataset="one.txt", text_key="a, b"), 2, ".jsonl"),
         (dict(pack=4096, shard_tokens=4000), 2, "at least 4096"),
         (one | dict(text_key="messages"), 2, "template"),
     ]:

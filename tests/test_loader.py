@@ -45,9 +45,9 @@ def test_damaged_shards(data):
     good = path.read_bytes()
     int32 = lambda *values: np.array(values, "<i4").tobytes()
     for damage, words in [
-        (good[:-1], "1638"),
+        (good[:-1], "1637 bytes.* 1638"),
         (good + b"\0", "1639"),
-        (good[:100], "magic"),
+        (good[:100], "100 bytes"),
         (b"abcd" + good[4:], "nanoGPT"),
         (int32(20240520, 2) + good[8:], "version 2"),
         (good[:8] + int32(-5) + good[12:], "-5"),
@@ -91,7 +91,6 @@ def test_no_data(data, tmp_path):
         (tmp_path / "absent", {}, "no folder"),
         (__file__, {}, "no folder"),
         (folder, dict(batch_tokens=4096), "--batch_tokens"),
-        (folder, dict(vocab_size=100), "--vocab_size=257"),
         (folder, dict(T=1000), "--block_size"),
     ]:
         options = dict(B=4, T=16, vocab_size=257) | changes
@@ -111,8 +110,6 @@ def test_nanogpt_files(data, tmp_path):
     for content in (b"x" * 2001, b"", stream.astype("<u4").tobytes()):
         (tmp_path / "train.bin").write_bytes(content)
         refused(DataError, "train.bin is damaged", TokenLoader, tmp_path, "train", 2, 8)
-    write_shard(tmp_path / "x_train_000001.bin", stream[:50])
-    refused(DataError, "keep one kind", TokenLoader, tmp_path, "train", 2, 8)
 
 
 def naive_rows(stream, T, seed=None):

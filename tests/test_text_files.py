@@ -162,7 +162,7 @@ def test_what_is_left_out_or_replaced_is_told(tmp_path, shuffle_seed):
     for name, data in {b"\xe9.jsonl": line("good") + b"{\n[]\n", b"\xe9.txt": b"caf\xe9"}.items():
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(data)
     texts, told = read(tmp_path, tmp_path, skip_bad_documents=True, shuffle_seed=shuffle_seed)
-    assert sorted(texts) == ["caf\ufffd", "good"] and "1 files with U+FFFD" in told
+    assert sorted(texts) == ["caf\ufffd", "good"] and "1 texts with U+FFFD" in told
     assert "2 bad documents left out, the first: " in told and ".jsonl:2" in told
 
 

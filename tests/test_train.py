@@ -265,7 +265,7 @@ def test_user_errors(data_dir, tmp_path, settings, message):
     with pytest.raises(UserError, match=message) as error:
         train_here(own.pop("data_dir"), own.pop("out_dir"), **own)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/log.jsonl").exists()
 
 
 @pytest.mark.gpu
