@@ -709,7 +709,6 @@ def cross_entropy_chunks8(
     weight: Tensor,
     targets: Tensor,
     V: int,
-    softcap: float | None,
     x_amax: Tensor,
     w_amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -728,9 +727,7 @@ def cross_entropy_chunks8(
         grads = all_grads[: N - start]
         grads_t = x.new_empty(P, grads.size(0), dtype=E5M2)
         cublas.matmul(x8[chunk], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
-        loss.cross_entropy_rows(
-            logits, targets[chunk], losses[chunk], grads, V, softcap, HEAD_SCALE
-        )
+        loss.cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V, HEAD_SCALE)
         transpose(grads, grads_t)
         cublas.matmul(grads, w8t.t(), dx[chunk], scales=(grad_scale, w_scale))
         before = dw if start else None
