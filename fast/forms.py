@@ -13,7 +13,6 @@ import torch.nn as nn
 import fast
 from fast import chips, chunks, texts
 
-chips.without_amx()  # on a CPU where it would end the process
 enabled = set()  # types of device whose calls may take fused kernels, see `enable`
 counting = None  # an OperationCounter (run/flops.py); while there is one, plain PyTorch runs
 edits = texts.edited()  # {definition in kernels.py: words} of those that were edited, or call one

@@ -76,7 +76,7 @@ def linear(a, b, bias, out):
     """out = a b + bias; returns out. a: (M, K); bias: (N,) or None; out: (M, N).
 
     b: (K, N), with contiguous rows or columns. `takes` must hold for a, b or b.t(), bias and out,
-    as for all operands here; a RuntimeError otherwise.
+    as for all operands here.
     """
     if b.stride(1) == 1:
         launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
@@ -85,35 +85,16 @@ def linear(a, b, bias, out):
     return out
 
 
-def gelu(a, b, bias):
-    """(tanh GELU of the pre-activation, this, a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
-    out = a.new_empty(a.size(0), b.size(0))
-    preact = torch.empty_like(out)
-    launch_gemm(GELU, [a], b, out, saved=preact, bias=bias)
-    return out, preact
-
-
-def relu2(a, b, bias):
-    """max(a b^T + bias, 0)^2, (M, N); a: (M, K), b: (N, K), bias: (N,) or None."""
-    out = a.new_empty(a.size(0), b.size(0))
-    launch_gemm(RELU2, [a], b, out, bias=bias)
-    return out
-
-
 def derivative(kernel, a, b, saved):
     """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32).
 
-    a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of ReLU^2, whose root is half
-    the derivative.
+    kernel: DGELU or DRELU2; a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of
+    ReLU^2, whose root is half the derivative.
     """
     sums = a.new_empty(cluster_rows(a) // 32, b.size(1), dtype=torch.float32)
     out = torch.empty_like(saved)
     launch_gemm(kernel, [a], b, out, saved=saved, sums=sums)
     return out, sums.sum(0)
-
-
-dgelu = functools.partial(derivative, DGELU)
-drelu2 = functools.partial(derivative, DRELU2)
 
 
 def exponentials(a, b, shifts, vocab_size, out=None):
@@ -259,13 +240,7 @@ def tensor_map(x, rows, columns):
 
     They lie in shared memory with the 128-byte swizzle.
     """
-    if not takes(x) or x.dim() != 2:
-        found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
-        raise RuntimeError(
-            "fast/hopper.py takes bf16 matrices whose rows are contiguous and begin and end at "
-            f"multiples of 16 bytes, not {found}, address {x.data_ptr():#x}; use fast/cublas.py "
-            "for others"
-        )
+    assert takes(x) and x.dim() == 2, f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes = (ctypes.c_uint64 * 2)(x.size(1), x.size(0))

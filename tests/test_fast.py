@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import math
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -420,7 +419,6 @@ def test_what_each_chip_runs(monkeypatch):
     runs = lambda lacks: [x for x in (T4, A100, ADA, H100, AMD, CPU) if lacks(x) is None]
     assert runs(chips.no_fused_kernels) == [A100, ADA, H100]
     assert runs(chips.no_fp8) == [ADA, H100]
-    assert runs(chips.no_cudnn_attention) == [H100]
     assert runs(chips.no_bf16) == [A100, ADA, H100, AMD]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, chip in (("13.0", H100), (None, AMD)):
@@ -454,17 +452,3 @@ def test_auto_without_bf16_is_fp16_where_its_loss_scaler_serves(settings, precis
     if "precision" not in settings:
         assert f"{precision} (this GPU has no bf16 matrix units)" in dict(rows)["precision"]
     check(dataclasses.replace(cfg, attention="auto"), 1)
-
-
-@pytest.mark.parametrize(
-    "level, flag, unusable", [(28, "amx_tile", True), (32, "amx_tile", False), (28, "", False)]
-)
-def test_amx_without_its_description_is_left_alone(level, flag, unusable, tmp_path, monkeypatch):
-    """A virtual machine's CPU announces AMX, but its CPUID ends before the sizes of the tiles."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    info = f"cpuid level : {level}\nflags : fpu {flag}\n\ncpuid level : 28\nflags : amx_tile\n"
-    (tmp_path / "cpuinfo").write_text(info)  # of two processors, of which the first counts
-    assert chips.without_amx(tmp_path / "cpuinfo") == unusable
-    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX512_CORE_FP16" if unusable else None)
-    assert not chips.without_amx(tmp_path / "absent")  # not Linux

@@ -46,18 +46,25 @@ def test_linear(M, N, K, n_major, bias):
     assert error(out, exact) < 2e-3 and intact()  # one rounding to bf16
 
 
+def activations(a, b, bias):
+    """(GELU, its pre-activation, ReLU^2)"""
+    from fast import mlp
+
+    squares, _ = mlp.product_activation(a, b.t(), bias, "relu2", False)
+    return *mlp.product_activation(a, b.t(), bias, "gelu", False), squares
+
+
 @on_hopper
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_activations(M, N, K, bias):
     a, b, bias = randn(M, K), randn(N, K, std=2 / K**0.5), randn(N) if bias else None
-    (act, preact), squares = hopper.gelu(a, b, bias), hopper.relu2(a, b, bias)
+    act, preact, squares = activations(a, b, bias)
     exact = F.linear(a.double(), b.double(), None if bias is None else bias.double())
     assert error(preact, exact) < 2e-3 and error(act, F.gelu(exact, approximate="tanh")) < 2e-3
     assert error(squares, exact.relu().square().bfloat16()) < 5e-4  # rounded once
     for _ in range(5):
-        again = *hopper.gelu(a, b, bias), hopper.relu2(a, b, bias)
-        assert all(map(torch.equal, again, (act, preact, squares)))
+        assert all(map(torch.equal, activations(a, b, bias), (act, preact, squares)))
 
 
 @on_hopper
@@ -66,16 +73,16 @@ def test_activations(M, N, K, bias):
 def test_derivatives(kind, M, N, K):
     a, b, x = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2).double().requires_grad_()
     y = F.gelu(x, approximate="tanh") if kind == "gelu" else x.relu().square().bfloat16().double()
-    function, saved = (hopper.dgelu, x) if kind == "gelu" else (hopper.drelu2, y)
+    kernel, saved = (hopper.DGELU, x) if kind == "gelu" else (hopper.DRELU2, y)
     saved = saved.detach().bfloat16()  # the pre-activation, or ReLU^2's output
     slope = torch.autograd.grad(y.sum(), x)[0] if kind == "gelu" else 2 * y.sqrt()
-    out, sums = function(a, b, saved)
+    out, sums = hopper.derivative(kernel, a, b, saved)
     exact = (a.double() @ b.double()) * slope
     assert error(out, exact) < 2.5e-3
     # summed before rounding to bf16; tanh is right to 2^-11
     assert error(sums, exact.sum(0)) < 5e-4
     for _ in range(5):
-        assert all(map(torch.equal, function(a, b, saved), (out, sums)))
+        assert all(map(torch.equal, hopper.derivative(kernel, a, b, saved), (out, sums)))
 
 
 @on_hopper
@@ -136,12 +143,12 @@ def test_exponentials_of_absurd_logits_end():
 def test_infinities_stay_in_their_row_or_column():
     a, b = randn(300, 64), randn(192, 64)
     a[7] = float("inf")
-    act, _ = hopper.gelu(a, b, None)
+    act, _, _ = activations(a, b, None)
     assert act.isfinite().all(1).tolist() == [i != 7 for i in range(300)]
     preact = torch.full((300, 192), 100.0, device=GPU).bfloat16()  # GELU's derivative is 1 there
     preact[:, 5] = -100.0  # and 0 here
     a[7] = 1.0
-    out, sums = hopper.dgelu(a, b.t().contiguous(), preact)
+    out, sums = hopper.derivative(hopper.DGELU, a, b.t().contiguous(), preact)
     exact = a.double() @ b.double().t()
     exact[:, 5] = 0
     assert error(out, exact) < 2e-3 and sums[5] == 0
