@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fast import forms
-from fast.chunks import in_chunks
 from fast.forms import operation
 from fast.gradients import same_layout
 
@@ -94,11 +93,11 @@ def rope(x, layer, cos, sin):
     return rotated(layer(x), cos, sin)
 
 
-@operation(forms.rotated)  # a backward of its own, on every device
 def rotated(x, cos, sin):
-    first, second = x.float().chunk(2, dim=-1)
+    in_float32 = x.float()
+    first, second = in_float32.chunk(2, dim=-1)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (T, D)
-    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
+    return (in_float32 * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
 # Of each setting's backends the first that takes the shapes, dtype and device runs.
@@ -135,19 +134,17 @@ def attention(q, k, v, backend, dropout=0.0):
 # -- the loss
 
 
-def linear_cross_entropy(x, head, targets, reduction="mean", vocab_size=None, softcap=None):
+def linear_cross_entropy(x, head, targets, reduction, vocab_size):
     """Cross-entropy of softmax(head(x)) in float32, in nats -> (loss, count) as of `mean_loss`.
 
     x: (B, T, C); head: an nn.Linear without bias, whose rows from vocab_size on are padding and
     take no part; targets: (B, T), -100 does not count. reduction: see `mean_loss`.
     """
-    if vocab_size is None:
-        vocab_size = head.weight.size(0)
     if reduction == "mean":
         count = (targets >= 0).sum(dtype=torch.float32)
-        total = cross_entropy(x, head, targets, "sum", vocab_size, softcap)
+        total = cross_entropy(x, head, targets, "sum", vocab_size)
         return total / count.clamp(min=1), count
-    losses = cross_entropy(x, head, targets, "none", vocab_size, softcap)
+    losses = cross_entropy(x, head, targets, "none", vocab_size)
     return mean_loss(losses, targets, reduction)
 
 
@@ -168,28 +165,18 @@ def mean_loss(losses, targets, reduction):
 
 
 @operation(forms.cross_entropy)  # a sum, and without gradients each loss
-def cross_entropy(x, head, targets, reduction, vocab_size, softcap):
+def cross_entropy(x, head, targets, reduction, vocab_size):
     """The losses of all targets, "sum", or of each, "none": (B, T), 0 where a target is -100."""
-    return plain_loss(x, head.weight, targets, reduction, vocab_size, softcap)
+    return plain_cross_entropy(x, head.weight, targets, reduction, vocab_size)
 
 
-@in_chunks  # of tokens, on every device, where the logits of all are large
-def plain_loss(x, weight, targets, reduction, vocab_size, softcap):
-    return plain_cross_entropy(F.linear(x, weight), targets, reduction, vocab_size, softcap)
-
-
-def plain_cross_entropy(logits, targets, reduction, V, softcap):
-    """Cross-entropy from the logits, (..., V and padding); targets: (...)."""
-    logits = cap(logits.float(), softcap)
-    if logits.size(-1) > V:
+@operation(forms.in_chunks)  # of tokens, on every device, where the logits of all are large
+def plain_cross_entropy(x, weight, targets, reduction, vocab_size):
+    logits = F.linear(x, weight).float()
+    if logits.size(-1) > vocab_size:
         # masked, not sliced off, since an odd length takes 39.6 ms instead of 31.8 (H200, GEMM of
         # 65,536 x 768 x 50,304)
-        real = torch.arange(logits.size(-1), device=logits.device) < V
+        real = torch.arange(logits.size(-1), device=logits.device) < vocab_size
         logits = torch.where(real, logits, -torch.inf)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
-
-
-def cap(logits, softcap):
-    """softcap * tanh(logits / softcap), Gemma 2's bound on the logits; None leaves them."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -19,7 +19,7 @@ Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 SIZES = (
     "vocab_size vocab_multiple block_size n_layer n_head n_kv_head head_dim n_embd n_hidden"
 ).split()
-OVER_0 = "norm_eps rope_theta rope_factor rope_original softcap".split()
+OVER_0 = "norm_eps rope_theta rope_factor rope_original".split()
 
 
 @dataclass
@@ -50,7 +50,6 @@ class GPTConfig:
     embed_norm: bool = False  # RMSNorm without weights on the embedded tokens
     zero_init: bool = False  # the head, and projections into the residual stream, start at zero
     tie_embeddings: bool = True  # the head shares the token embedding's weight
-    softcap: float | None = None  # bounds the logits to +-softcap; None: off
     dropout: float = 0.0  # in attention and after each sublayer
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # SDPA's
 

@@ -11,10 +11,8 @@ import torch
 import torch.nn as nn
 
 import fast
-from fast import chips, texts
-from fast.gradients import Rotation
+from fast import chips, chunks, texts
 
-chips.without_amx()  # on a CPU where it would end the process
 enabled = set()  # types of device whose calls may take fused kernels, see `enable`
 counting = None  # an OperationCounter (run/flops.py); while there is one, plain PyTorch runs
 edits = texts.edited()  # {definition in kernels.py: words} of those that were edited, or call one
@@ -99,6 +97,7 @@ def why_not_fused(device_type, dtype, layers, unless):
 
 OTHER_LAYER = "another kind of layer, or one with hooks"
 UNUSUAL_NORM = "a norm without weight or eps, or over several dimensions"
+UNUSUAL_TABLES = "tables of another shape, or with a gradient"
 
 
 def has_hooks_or_own_forward(*layers):
@@ -223,12 +222,14 @@ def rope(_, x, layer, cos, sin):
     normed = type(layer) is not nn.Identity
     rms = isinstance(layer, nn.RMSNorm)
     T, D = x.shape[-2:]
-    usual_tables = all(t.shape == (T, D // 2) and t.is_contiguous() for t in (cos, sin))
+    usual_tables = all(
+        table.shape == (T, D // 2) and table.is_contiguous() and not table.requires_grad
+        for table in (cos, sin)
+    )
     unless = {
         OTHER_LAYER: normed and (not rms or has_hooks_or_own_forward(layer)),
         UNUSUAL_NORM: rms and unusual_norm(x, layer),
-        "tables of another shape": not usual_tables,
-        "tables with a gradient": cos.requires_grad or sin.requires_grad,
+        UNUSUAL_TABLES: not usual_tables,
     }
     if not fused("rope", x, layer, unless=unless):
         return None
@@ -237,19 +238,13 @@ def rope(_, x, layer, cos, sin):
     return fast.rope.RopeFunction.apply(x, layer.weight, layer.eps, cos, sin)
 
 
-def rotated(definition, x, cos, sin):
-    if cos.requires_grad or sin.requires_grad:
-        return None
-    return Rotation.apply(definition, x, cos, sin)
-
-
 def attention(_, q, k, v, backend, dropout=0.0):
     """None but for a count: PyTorch chooses among its kernels, and scale/ has the other forms."""
     if counting is not None:
         counting.attended(q, v)
 
 
-def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
+def cross_entropy(_, x, head, targets, reduction, vocab_size):
     if reduction not in ("sum", "none"):
         return None
     trains = torch.is_grad_enabled()
@@ -261,7 +256,13 @@ def cross_entropy(_, x, head, targets, reduction, vocab_size, softcap):
     weight = weight_of(head)
     if in_fp8(x, head) and trains:
         ids = targets.flatten().contiguous()
-        return fast.fp8.HeadFunction.apply(
-            x, weight, ids, vocab_size, softcap, head.x_amax, head.w_amax
-        )
-    return fast.loss.linear_cross_entropy(x, weight, targets, reduction, vocab_size, softcap)
+        return fast.fp8.HeadFunction.apply(x, weight, ids, vocab_size, head.x_amax, head.w_amax)
+    return fast.loss.linear_cross_entropy(x, weight, targets, reduction, vocab_size)
+
+
+def in_chunks(definition, x, weight, targets, reduction, vocab_size):
+    few = x.device.type == "meta" or targets.numel() <= chunks.rows_that_fit(weight)
+    if few or reduction not in ("sum", "none"):
+        return None
+    compiled = torch.compiler.is_compiling()
+    return chunks.chunked(definition, compiled, x, weight, targets, reduction, vocab_size)

@@ -35,10 +35,6 @@ from fast.operators import (
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# what `cast` computes before it rounds
-COPY, GELU, RELU2, SWIGLU = "copy", "gelu", "relu2", "swiglu"
-DGELU, DRELU2, DSWIGLU = "dgelu", "drelu2", "dswiglu"
-GATE, NORM, SHIFTED_NORM = "gate", "norm", "shifted_norm"
 CAST_ROWS, CAST_COLS, CAST_WARPS = 64, 64, 4  # of a program
 # a program that sums columns takes 8 x 64 rows, in 3 pipeline stages; others 64
 SUM_STEPS, SUM_STAGES = 8, 3
@@ -143,7 +139,7 @@ class MLPFunction(torch.autograd.Function):
         before, of_up, _ = forward_product(x.flatten(0, -2), up)
         y, of_down, act8 = forward_product(before, down, kind)
         beside = [before]
-        if kind == RELU2:
+        if kind == "relu2":
             beside = [act8, of_down.x_scale]
         ctx.save_for_backward(*of_up, *of_down, *beside)
         return y.unflatten(0, x.shape[:-1])
@@ -169,7 +165,7 @@ def linear_forward(ctx, x, layer):
     return y
 
 
-def forward_product(x, layer, what=COPY):
+def forward_product(x, layer, what="copy"):
     """(a W^T + b, Saved, a in fp8) of the layer's `Operands`; a: what `cast` makes of x."""
     x8, x8t, x_scale, _ = cast([x], layer.x_amax, [], what)
     if layer.w_amax.dim() == 0:  # gathered as `ShardIn8Bits`
@@ -185,7 +181,7 @@ def forward_product(x, layer, what=COPY):
     return y, Saved(x8t, x_scale, w, w_scale, layer.dy_amax), x8
 
 
-def gradients(dy, saved, dtypes, beside=(), what=COPY, sums=True):
+def gradients(dy, saved, dtypes, beside=(), what="copy", sums=True):
     """(dx, dw, db or None) of a linear layer from dy: (M, N) in parts; beside, what: see `cast`."""
     w_dtype, b_dtype = dtypes
     sums = sums and b_dtype is not None
@@ -221,14 +217,14 @@ def product(
     return cublas.matmul(a, b, out, bias=bias, added=added, scales=(a_scale, b_scale), fast=fast)
 
 
-def cast_results(parts, amax, beside, what=COPY, e5m2=False, sums=False):
+def cast_results(parts, amax, beside, what="copy", e5m2=False, sums=False):
     dtype = E5M2 if e5m2 else E4M3
     x = parts[0]
     M = x.size(0)
     N = sum(part.size(1) for part in parts)
-    if what == SWIGLU:
+    if what == "swiglu":
         N //= 2
-    if what == DSWIGLU:
+    if what == "dswiglu":
         N *= 2
     out = x.new_empty(M, N, dtype=dtype)
     out_t = x.new_empty(N, M, dtype=dtype)
@@ -242,34 +238,33 @@ def cast(
     parts: list[Tensor],
     amax: Tensor,
     beside: list[Tensor],
-    what: str = COPY,
+    what: str = "copy",
     e5m2: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(the result in fp8, its transpose, the factor that undoes the scale, float32 column sums).
 
-    parts: x, (M, N), M a multiple of 16; with COPY, GELU and RELU2 up to three contiguous (M, N_i)
+    parts: x, (M, N), M a multiple of 16; with copy, gelu and relu2 up to three contiguous (M, N_i)
     that make up x. amax: the values that the scale is made from and that this call sees, updated in
     place, four of them (`_update_scale`); one buffer for each operand. Without `sums` the column
     sums are empty. what: the result, which is with these tensors `beside`:
 
-    COPY []                     x
-    GELU [], DGELU [y]          gelu(x), x gelu'(y)
-    RELU2 []                    relu2(x)
-    DRELU2 [act, factor]        x relu2'(y); act: relu2(y) in fp8, factor: what undoes its scale
-    SWIGLU []                   silu(gate) up; x: gate and up side by side, (M, 2 N)
-    DSWIGLU [gate and up]       their gradients, (M, N); x: that of silu(gate) up, (M, N / 2)
-    GATE [gates: (M, heads)]    each head of x times its gate
-    NORM [stats, weight]        the norm of x; stats: norm_forward's
-    SHIFTED_NORM [stats, weight, shift]     likewise
+    copy []                     x
+    gelu [], dgelu [y]          gelu(x), x gelu'(y)
+    relu2 []                    relu2(x)
+    drelu2 [act, factor]        x relu2'(y); act: relu2(y) in fp8, factor: what undoes its scale
+    swiglu []                   silu(gate) up; x: gate and up side by side, (M, 2 N)
+    dswiglu [gate and up]       their gradients, (M, N); x: that of silu(gate) up, (M, N / 2)
+    gate [gates: (M, heads)]    each head of x times its gate
+    norm [stats, weight]        the norm of x; stats: norm_forward's
+    shifted_norm [stats, weight, shift]     likewise
     """
     x = parts[0]
-    assert x.size(0) % 16 == 0 and (what in (COPY, GELU, RELU2) or len(parts) == 1)
-    assert len(amax) == 4
+    assert x.size(0) % 16 == 0 and (what in ("copy", "gelu", "relu2") or len(parts) == 1)
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
     widths = [part.size(1) for part in parts] + [0] * (3 - len(parts))
-    if what == SWIGLU:
+    if what == "swiglu":
         widths[0] //= 2
     strips = sum(cdiv(width, CAST_COLS) for width in widths)
     steps, stages = (SUM_STEPS, SUM_STAGES) if sums else (1, 1)
@@ -278,7 +273,7 @@ def cast(
     limit = torch.finfo(out.dtype).max
     room = GRADIENT_ROOM if e5m2 else ROOM
     first_beside, *more = beside or [None]
-    heads = first_beside.size(1) if what == GATE else 1
+    heads = first_beside.size(1) if what == "gate" else 1
     inputs = [*parts, *more]
     inputs += [x] * (3 - len(inputs))  # which the kernels do not read
     inputs.append(first_beside)
@@ -300,7 +295,7 @@ def _rounded(x, limit, dtype: tl.constexpr):
 
 # In the kernels below x is in up to three parts, `first` to `third`. `beside` is the first tensor
 # that `cast` has beside x. Where x is `first` alone, `second` and `third` are the others: a norm's
-# weight and shift, or DRELU2's factor.
+# weight and shift, or "drelu2"'s factor.
 
 
 @triton.jit
@@ -308,7 +303,7 @@ def _values(
     x, beside, second, third, rows, cols, inside, M, rest, width, HEADS: tl.constexpr,
     WHAT: tl.constexpr,
 ):  # fmt: skip
-    """Two float32 tensors: the values to cast, and for DSWIGLU the gradients of up.
+    """Two float32 tensors: the values to cast, and for "dswiglu" the gradients of up.
 
     The first are then those of gate; for others both are the same. x and beside point to row 0 of
     `rows`. M: the rows of the whole matrix; rest: those from there to its end.
@@ -709,7 +704,6 @@ def cross_entropy_chunks8(
     weight: Tensor,
     targets: Tensor,
     V: int,
-    softcap: float | None,
     x_amax: Tensor,
     w_amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -728,9 +722,7 @@ def cross_entropy_chunks8(
         grads = all_grads[: N - start]
         grads_t = x.new_empty(P, grads.size(0), dtype=E5M2)
         cublas.matmul(x8[chunk], w8.t(), logits, scales=(x_scale, w_scale), fast=True)
-        loss.cross_entropy_rows(
-            logits, targets[chunk], losses[chunk], grads, V, softcap, HEAD_SCALE
-        )
+        loss.cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V, HEAD_SCALE)
         transpose(grads, grads_t)
         cublas.matmul(grads, w8t.t(), dx[chunk], scales=(grad_scale, w_scale))
         before = dw if start else None

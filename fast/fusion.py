@@ -117,7 +117,7 @@ def cast_as_it_is(call):
     if call.args[0] is not pretrain.cast8.default:
         return None
     parts = call.kwargs["parts"]
-    if call.kwargs["what"] == fp8.COPY and len(parts) == 1:
+    if call.kwargs["what"] == "copy" and len(parts) == 1:
         return parts[0]
 
 
@@ -137,10 +137,10 @@ def fold_norm_into_cast(cast):
     if not x.meta["val"].is_contiguous() or x.meta["val"].size(-1) != N:  # a norm of each head
         return
     beside = [result_of(norm, 2), weight]
-    what = fp8.NORM
+    what = "norm"
     if shift is not None:
         beside.append(shift)
-        what = fp8.SHIFTED_NORM
+        what = "shifted_norm"
     set_arguments(cast, parts=[reshaped(x, (M, N), cast)], beside=beside, what=what)
     for unread in (*views, normed):  # the norm's own result is empty now
         cast.graph.erase_node(unread)
@@ -161,7 +161,7 @@ def fold_gates_into_cast(cast):
         contiguous = y.meta["val"].is_contiguous() and gates.meta["val"].is_contiguous()
         if of_heads and contiguous and alike(y, product):
             beside = [reshaped(gates, (M, heads[-1]), cast)]
-            set_arguments(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what=fp8.GATE)
+            set_arguments(cast, parts=[reshaped(y, (M, N), cast)], beside=beside, what="gate")
             counters["inductor"]["gates_in_cast"] += 1
             return
 

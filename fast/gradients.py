@@ -1,24 +1,6 @@
-"""Backwards in plain PyTorch that are faster, or safer, than those of autograd."""
+"""A backward in plain PyTorch that is safer than that of autograd."""
 
 import torch
-
-
-class Rotation(torch.autograd.Function):
-    """kernels.rotated, whose backward turns by the opposite angle; no gradient of cos and sin.
-
-    The backward that torch.compile makes takes 3 times as long.
-    """
-
-    @staticmethod
-    def forward(ctx, rotated, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        ctx.rotated = rotated
-        return rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, dy):
-        cos, sin = ctx.saved_tensors
-        return None, ctx.rotated(dy, cos, -sin), None, None
 
 
 class SameLayout(torch.autograd.Function):

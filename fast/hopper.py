@@ -33,9 +33,8 @@ DGELU = ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
 RELU2 = ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR)
 DRELU2 = ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR)
 EXP = ("hopper_gemm", "EPILOGUE=EXP", K_MAJOR)
-EXP_CAPPED = ("hopper_gemm", "EPILOGUE=EXP_CAPPED", K_MAJOR)
 WGRAD = ("hopper_wgrad",)
-KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, EXP_CAPPED, WGRAD
+KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, WGRAD
 SHARED_BYTES = {
     # pipeline stages; two staging buffers for each of the 8 consumer warps; mbarriers
     "hopper_gemm": STAGES * (BM + BN) * BK * 2 + 8 * 2 * 32 * CHUNK * 2 + 256,
@@ -77,7 +76,7 @@ def linear(a, b, bias, out):
     """out = a b + bias; returns out. a: (M, K); bias: (N,) or None; out: (M, N).
 
     b: (K, N), with contiguous rows or columns. `takes` must hold for a, b or b.t(), bias and out,
-    as for all operands here; a RuntimeError otherwise.
+    as for all operands here.
     """
     if b.stride(1) == 1:
         launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
@@ -86,26 +85,11 @@ def linear(a, b, bias, out):
     return out
 
 
-def gelu(a, b, bias):
-    """(tanh GELU of the pre-activation, this, a b^T + bias), (M, N) each; a: (M, K), b: (N, K)."""
-    out = a.new_empty(a.size(0), b.size(0))
-    preact = torch.empty_like(out)
-    launch_gemm(GELU, [a], b, out, saved=preact, bias=bias)
-    return out, preact
-
-
-def relu2(a, b, bias):
-    """max(a b^T + bias, 0)^2, (M, N); a: (M, K), b: (N, K), bias: (N,) or None."""
-    out = a.new_empty(a.size(0), b.size(0))
-    launch_gemm(RELU2, [a], b, out, bias=bias)
-    return out
-
-
 def derivative(kernel, a, b, saved):
     """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32).
 
-    a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of ReLU^2, whose root is half
-    the derivative.
+    kernel: DGELU or DRELU2; a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of
+    ReLU^2, whose root is half the derivative.
     """
     sums = a.new_empty(cluster_rows(a) // 32, b.size(1), dtype=torch.float32)
     out = torch.empty_like(saved)
@@ -113,24 +97,16 @@ def derivative(kernel, a, b, saved):
     return out, sums.sum(0)
 
 
-dgelu = functools.partial(derivative, DGELU)
-drelu2 = functools.partial(derivative, DRELU2)
-
-
-def exponentials(a, b, shifts, vocab_size, out=None, softcap=None):
+def exponentials(a, b, shifts, vocab_size, out=None):
     """Softmax numerators 2^(logits log2(e) - shifts[row]) of logits a b^T, each BN columns summed.
 
     a: (M, K); b: (N, K); shifts: (M,) float32; columns from vocab_size on count as 0. Returns
     float32 (M, N / BN rounded up, 2): the sums, and by how much the shift was raised for them,
     mostly 0. Where a sum would exceed 2^60, the shift is raised until the largest numerator is 1.
-    `out`, (M, N), receives the numerators. softcap: the logits are softcap tanh(a b^T / softcap),
-    no shift is raised, and `out` is multiplied with this derivative.
+    `out`, (M, N), receives the numerators.
     """
-    kernel = EXP if softcap is None else EXP_CAPPED
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
-    launch_gemm(
-        kernel, [a], b, out, shifts=shifts, sums=sums, vocab_size=vocab_size, softcap=softcap or 0.0
-    )
+    launch_gemm(EXP, [a], b, out, shifts=shifts, sums=sums, vocab_size=vocab_size)
     return sums[: a.size(0)]
 
 
@@ -184,7 +160,6 @@ def launch_gemm(
     shifts=None,
     sums=None,
     vocab_size=0,
-    softcap=0.0,
 ):
     """Launches hopper_gemm on a: (M, K) and b: (N, K), or (K, N) for a kernel with N_MAJOR.
 
@@ -217,7 +192,7 @@ def launch_gemm(
         clusters=min(sm_count(b.device) // CLUSTER, tiles),
         maps=[*a_maps, b_map, out_map, saved_map],
         tensors=[bias, shifts, sums],
-        numbers=[M, N, K, *offsets(parts), vocab_size, out is not None, softcap],
+        numbers=[M, N, K, *offsets(parts), vocab_size, out is not None],
     )
 
 
@@ -244,14 +219,12 @@ def launch(kernel, device, clusters, maps, tensors, numbers):
     """Launches a kernel on the device's current stream; device: its index.
 
     The kernel's parameters are, in this order, `maps`, `tensors` (None: a null pointer) and
-    `numbers` (a float, else 32 bits without a sign).
+    `numbers`, 32 bits without a sign each.
     """
     arguments = list(maps)
     for x in tensors:
         arguments.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
-    for number in numbers:
-        kind = ctypes.c_float if isinstance(number, float) else ctypes.c_uint32
-        arguments.append(kind(number))
+    arguments += map(ctypes.c_uint32, numbers)
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     grid = CLUSTER * clusters, 1, 1
@@ -267,13 +240,7 @@ def tensor_map(x, rows, columns):
 
     They lie in shared memory with the 128-byte swizzle.
     """
-    if not takes(x) or x.dim() != 2:
-        found = f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
-        raise RuntimeError(
-            "fast/hopper.py takes bf16 matrices whose rows are contiguous and begin and end at "
-            f"multiples of 16 bytes, not {found}, address {x.data_ptr():#x}; use fast/cublas.py "
-            "for others"
-        )
+    assert takes(x) and x.dim() == 2, f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes = (ctypes.c_uint64 * 2)(x.size(1), x.size(0))

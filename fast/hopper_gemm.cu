@@ -15,7 +15,6 @@ enum Epilogue {
     DGELU,   // the same for GELU: out = a b * GELU'(saved), where saved is the pre-activation
     EXP,     // out = 2^(a b log2(e) - shifts[m] - raised) in the first n_valid columns and 0 behind them;
              // sums[m][n / BN] = (row sums of BN columns of it before rounding, raised): see raise_shifts
-    EXP_CAPPED,  // the same of z = softcap tanh(a b / softcap), but out times dz / d(a b), 1 - tanh^2
 };
 
 constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -27,17 +26,6 @@ __device__ float exp2_approx(float x) {
     float p;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(x));
     return p;
-}
-
-// e^x 2^-shift, x capped if softcap is not 0; `slope` becomes the derivative of the capped x.
-__device__ float exp_shifted(float x, float shift, float softcap, float two_log2e_over_cap, float& slope) {
-    slope = 1.f;
-    if (EPILOGUE == EXP) return exp2_approx(fmaf(x, LOG2E, -shift));
-    float half;  // (1 - tanh) / 2; tanh.approx is right to 2^-11 alone, which the loss would show
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(half) : "f"(1.f + exp2_approx(x * two_log2e_over_cap)));
-    const float t = fmaf(half, -2.f, 1.f);
-    slope = fmaf(-t, t, 1.f);
-    return exp2_approx(fmaf(t, softcap * LOG2E, -shift));
 }
 
 __device__ float relu2(float x) {
@@ -254,9 +242,8 @@ __device__ bool raise_shifts(const Warp& warp, const Accumulators& d, int valid,
 
 // tiles_n: the output's width in tiles, the row stride of sums. Rows behind M, up to a tile, are written too.
 __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const TensorMap* out_map,
-                             const float* shifts, float2* sums, u32 M, u32 n_valid, u32 tiles_n, u32 has_out,
-                             float softcap) {
-    const float scale = 2.f * LOG2E / softcap;  // used if the logits are capped
+                             const float* shifts, float2* sums, u32 M, u32 n_valid, u32 tiles_n,
+                             u32 has_out) {
     const int valid = n_valid - tile.column - warp.lane % 4 * 2;  // that count, from the lane's first on
     float shift[2][2], row_sum[2][2];  // of this lane's rows: [h][i % 2]
     UNROLL for (u32 i = 0; i < 4; i++) {
@@ -273,13 +260,13 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
                     const float* v = &d[h][c * (CHUNK / 2) + j * 8];
                     u32 r[4];
                     UNROLL for (u32 i = 0; i < 4; i++) {
-                        float p[2], slope[2];
+                        float p[2];
                         UNROLL for (u32 k = 0; k < 2; k++) {
-                            p[k] = exp_shifted(v[2 * i + k], shift[h][i % 2], softcap, scale, slope[k]);
+                            p[k] = exp2_approx(fmaf(v[2 * i + k], LOG2E, -shift[h][i % 2]));
                             if ((int)(c * CHUNK + 16 * j + i / 2 * 8 + k) >= valid) p[k] = 0.f;
                         }
                         row_sum[h][i % 2] += p[0] + p[1];
-                        r[i] = pack_bf16x2(p[0] * slope[0], p[1] * slope[1]);
+                        r[i] = pack_bf16x2(p[0], p[1]);
                     }
                     stmatrix_x4(buffer + warp.matrix(j, h), r);
                 }
@@ -291,8 +278,8 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
         }
-        // A cap bounds the exponents. Without one a row may have to be computed again, over what was stored.
-    } while (EPILOGUE == EXP && raise_shifts(warp, d, valid, row_sum, shift));
+        // a row may have to be computed again, over what was stored
+    } while (raise_shifts(warp, d, valid, row_sum, shift));
     float sum = 0.f, to = 0.f;  // each of those four lanes writes one of their four rows
     UNROLL for (u32 i = 0; i < 4; i++) {
         sum = warp.lane % 4 == i ? row_sum[i / 2][i % 2] : sum;
@@ -306,14 +293,14 @@ __device__ void epilogue_exp(Warp& warp, Accumulators& d, Tile tile, const Tenso
 // a: (M, K), three matrices side by side (the gradients of q, k and v), from columns 0, K1 and K2 on; b:
 // (N, K), or (K, N) with B_N_MAJOR; out, saved: (M, N); all bf16 with contiguous rows. saved: GELU
 // writes it (the pre-activation), DRELU2 and DGELU read it. bias: (N,) bf16 or null. shifts: (M,) float32.
-// sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP and EXP_CAPPED,
-// M rounded up to whole tiles of a cluster. These two write no out where has_out is 0.
+// sums: float32, (M / 32, N) for DRELU2 and DGELU, (M, N / BN rounded up, 2) for EXP, M rounded up to whole
+// tiles of a cluster. EXP writes no out where has_out is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
 hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ TensorMap a1_map,
             const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b_map,
             const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap saved_map,
             const u16* bias, const float* shifts, float* sums,
-            u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out, float softcap) {
+            u32 M, u32 N, u32 K, u32 K1, u32 K2, u32 n_valid, u32 has_out) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = (u32)__cvta_generic_to_shared(shared), staging = stages + STAGES * STAGE_BYTES;
     const u32 full = staging + 16 * STAGING_BYTES, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
@@ -324,7 +311,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
 
     // Tile scheduler: clusters take tiles in turn, and tiles that run at the same time share their part of
     // the larger operand (the logits': b, the vocabulary; else a), so that L2 reads it from memory once.
-    constexpr bool LOGITS = EPILOGUE == EXP || EPILOGUE == EXP_CAPPED;
+    constexpr bool LOGITS = EPILOGUE == EXP;
     constexpr bool DERIVATIVE = EPILOGUE == DRELU2 || EPILOGUE == DGELU;
     const auto tile_at = [&](u32 index) {
         const u32 row = ((LOGITS ? index % tiles_m : index / tiles_n) * CLUSTER + cta_rank) * BM;
@@ -408,8 +395,7 @@ hopper_gemm(const __grid_constant__ TensorMap a0_map, const __grid_constant__ Te
             if (DERIVATIVE)
                 epilogue_derivative(warp, d, tile, next, next_index < tiles, &out_map, &saved_map, sums, N);
             if (LOGITS)
-                epilogue_exp(warp, d, tile, &out_map, shifts, (float2*)sums, M, n_valid, tiles_n, has_out,
-                             softcap);
+                epilogue_exp(warp, d, tile, &out_map, shifts, (float2*)sums, M, n_valid, tiles_n, has_out);
             index = next_index, tile = next;
         }
         if (lane == 0) tma_store_wait_all();

@@ -14,21 +14,19 @@ import fast
 from fast import cublas, hopper
 from fast.operators import LOG2E, load_float32, on_hopper, operator, power_of_2
 
-# of logits whose exponentials cannot overflow: 2^18 of them, e^64 each, are below 2^111
-LARGEST_CAP = 32.0
 # 4.2 ms for 65,536 rows of 50,304 on an H200; 4,096 x 8: 4.8, 1,024 x 4: 5.2
 CE_BLOCK, CE_WARPS = 2048, 8
 
 
-def linear_cross_entropy(x, weight, targets, reduction, V, softcap=None):
+def linear_cross_entropy(x, weight, targets, reduction, vocab_size):
     """kernels.cross_entropy of x in 16 bits and the head's weight, both contiguous.
 
     "none" has no gradient.
     """
     ids = targets.flatten().contiguous()
     if reduction == "sum" and torch.is_grad_enabled():
-        return LinearCrossEntropy.apply(x, weight, ids, V, softcap, True)
-    losses, *_ = cross_entropy_chunks(x.flatten(0, -2), weight, ids, V, softcap, False)
+        return LinearCrossEntropy.apply(x, weight, ids, vocab_size, True)
+    losses, *_ = cross_entropy_chunks(x.flatten(0, -2), weight, ids, vocab_size, False)
     return losses.view_as(targets) if reduction == "none" else losses.sum()
 
 
@@ -40,14 +38,14 @@ def empty_results(x, weight, grad=True):
     return losses, torch.empty_like(x), torch.empty_like(weight)
 
 
-def empty_chunks(x, weight, targets, V, softcap, grad):
+def empty_chunks(x, weight, targets, V, grad):
     factors = x.new_empty(x.size(0), dtype=torch.float32)
     return *empty_results(x, weight, grad), factors
 
 
 @operator("cross_entropy_chunks", empty_chunks)
 def cross_entropy_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, V: int, softcap: float | None, grad: bool
+    x: Tensor, weight: Tensor, targets: Tensor, V: int, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(losses (N,) float32, dx (N, C), dw (P, C), factors (N,)); the last three only with grad.
 
@@ -59,9 +57,9 @@ def cross_entropy_chunks(
     w = weight.to(x.dtype)
     losses, dx, dw = empty_results(x, weight, grad)
     factors = torch.ones_like(losses)
-    in_product = on_hopper(x) and hopper.takes(x, w) and (softcap or 0) <= LARGEST_CAP
+    in_product = on_hopper(x) and hopper.takes(x, w)
     if in_product:
-        shifts = target_logits(x, w, targets, softcap)
+        shifts = target_logits(x, w, targets)
     rows = min(N, chunk_rows(P))
     needs_logits = grad or not in_product
     all_logits = x.new_empty(rows if needs_logits else 0, P)
@@ -72,12 +70,12 @@ def cross_entropy_chunks(
         grads = logits if grad else None  # which replace them
         if in_product:
             x_chunk = exponential_rows(
-                x_chunk, w, targets[chunk], V, softcap,
+                x_chunk, w, targets[chunk], V,
                 shifts=shifts[chunk], losses=losses[chunk], factors=factors[chunk], grads=grads,
             )  # fmt: skip
         else:
             cublas.matmul(x_chunk, w.t(), logits, tune=grad)
-            cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V, softcap)
+            cross_entropy_rows(logits, targets[chunk], losses[chunk], grads, V)
         if grad:
             cublas.matmul(grads, w, dx[chunk])
             cublas.matmul(grads.t(), x_chunk, dw, added=dw if start else None)
@@ -119,24 +117,23 @@ def chunk_rows(P):
     return 2 ** max(4, fitting.bit_length() - 1)
 
 
-def cross_entropy_rows(logits, targets, losses, grads, V, softcap, scale=1.0):
+def cross_entropy_rows(logits, targets, losses, grads, V, scale=1.0):
     """Fills `losses`, (rows,), and `grads`: scale times the gradients of `logits`, (rows, P).
 
     grads: None, a tensor in 16 bits, which may be `logits` itself, or in e5m2.
     """
     given = logits if grads is None else grads  # the kernel takes a pointer in any case
     _cross_entropy[(logits.size(0),)](
-        logits, targets, losses, given, softcap or 0.0, scale,
-        P=logits.size(1), V=V, CAP=softcap is not None, GRAD=grads is not None,
-        DITHER=given.dtype == torch.float8_e5m2, BLOCK=CE_BLOCK, num_warps=CE_WARPS,
+        logits, targets, losses, given, scale,
+        P=logits.size(1), V=V, GRAD=grads is not None, DITHER=given.dtype == torch.float8_e5m2,
+        BLOCK=CE_BLOCK, num_warps=CE_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
 def _cross_entropy(
-    logits, targets, losses, grads, softcap, scale,
-    P: tl.constexpr, V: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, targets, losses, grads, scale,
+    P: tl.constexpr, V: tl.constexpr, GRAD: tl.constexpr, DITHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its loss, and with GRAD scale times the gradients of its logits.
 
@@ -156,25 +153,20 @@ def _cross_entropy(
         if GRAD:
             _store_zeros(grads, cols, 0, P, BLOCK)
         return
-    target_logit = _capped(tl.load(logits + target), softcap, CAP)
+    target_logit = tl.load(logits + target).to(tl.float32)
     tail = tl.load(logits + FULL + cols, mask=FULL + cols < V, other=-float("inf"))
-    tail = tl.where(FULL + cols < V, _capped(tail, softcap, CAP), -float("inf"))
-    lse = _log_sum_exp(logits, cols, tail, target_logit, softcap, FULL, CAP, BLOCK)
+    tail = tl.where(FULL + cols < V, tail.to(tl.float32), -float("inf"))
+    lse = _log_sum_exp(logits, cols, tail, target_logit, FULL, BLOCK)
     tl.store(losses + row, lse - target_logit)
     if GRAD:
-        _store_gradients(
-            grads, logits, cols, tail, lse, scale, softcap, P, V, FULL, CAP, DITHER, BLOCK
-        )
+        _store_gradients(grads, logits, cols, tail, lse, scale, P, V, FULL, DITHER, BLOCK)
         tl.debug_barrier()  # the target's own gradient goes over what was stored there
-        of_target = _logit_gradients(target_logit, target, lse, scale, scale, softcap, CAP, DITHER)
+        of_target = _logit_gradients(target_logit, target, lse, scale, scale, DITHER)
         tl.store(grads + target, of_target)
 
 
 @triton.jit
-def _log_sum_exp(
-    logits, cols, tail, target_logit, softcap,
-    FULL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _log_sum_exp(logits, cols, tail, target_logit, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Of a row of logits; cols: 0 to BLOCK.
 
     exp is taken against `top`, the largest of the last block's logits and the target's, without a
@@ -183,18 +175,18 @@ def _log_sum_exp(
     top = tl.maximum(target_logit, tl.max(tail))
     sums = tl.exp2((tail - top) * LOG2E)
     for start in range(0, FULL, BLOCK):
-        x = _capped(tl.load(logits + start + cols), softcap, CAP)
+        x = tl.load(logits + start + cols).to(tl.float32)
         sums += tl.exp2(x * LOG2E - top * LOG2E)
     total = tl.sum(sums)
     if total == float("inf"):
         highest = tail
         for start in range(0, FULL, BLOCK):
-            x = _capped(tl.load(logits + start + cols), softcap, CAP)
+            x = tl.load(logits + start + cols).to(tl.float32)
             highest = tl.maximum(highest, x)
         top = tl.max(highest)
         sums = tl.exp2((tail - top) * LOG2E)
         for start in range(0, FULL, BLOCK):
-            x = _capped(tl.load(logits + start + cols), softcap, CAP)
+            x = tl.load(logits + start + cols).to(tl.float32)
             sums += tl.exp2((x - top) * LOG2E)
         total = tl.sum(sums)
     return top + tl.log(total)
@@ -202,21 +194,20 @@ def _log_sum_exp(
 
 @triton.jit
 def _store_gradients(
-    grads, logits, cols, tail, lse, scale, softcap,
-    P: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, CAP: tl.constexpr, DITHER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grads, logits, cols, tail, lse, scale,
+    P: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, DITHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a row's logits, as if none were the target.
 
     They are stored from the last block on, which the cache still holds, back to the first.
     """
-    grad = _logit_gradients(tail, FULL + cols, lse, scale, 0.0, softcap, CAP, DITHER)
+    grad = _logit_gradients(tail, FULL + cols, lse, scale, 0.0, DITHER)
     grad = tl.where(FULL + cols < V, grad, 0.0)
     tl.store(grads + FULL + cols, grad, mask=FULL + cols < P)
     for back in range(BLOCK, FULL + 1, BLOCK):
         at = FULL - back + cols
-        x = _capped(tl.load(logits + at), softcap, CAP)
-        grad = _logit_gradients(x, at, lse, scale, 0.0, softcap, CAP, DITHER)
+        x = tl.load(logits + at).to(tl.float32)
+        grad = _logit_gradients(x, at, lse, scale, 0.0, DITHER)
         tl.store(grads + at, grad)
     _store_zeros(grads, cols, FULL + BLOCK, P, BLOCK)  # padding that reaches beyond the last block
 
@@ -229,41 +220,36 @@ def _store_zeros(grads, cols, FIRST: tl.constexpr, P: tl.constexpr, BLOCK: tl.co
         tl.store(grads + start + cols, zeros, mask=start + cols < P)
 
 
-def target_logits(x, w, targets, softcap):
-    """(N,) float32: each row's target's logit, capped, times log2(e); inf where it is ignored."""
+def target_logits(x, w, targets):
+    """(N,) float32: each row's target's logit times log2(e); inf where it is ignored."""
     N, C = x.shape
     shifts = x.new_empty(N, dtype=torch.float32)
-    _target_logits[(N,)](
-        x, w, targets, shifts, softcap or 0.0,
-        C=C, CAP=softcap is not None, BLOCK=min(2048, power_of_2(C)),
-    )  # fmt: skip
+    _target_logits[(N,)](x, w, targets, shifts, C=C, BLOCK=min(2048, power_of_2(C)))
     return shifts
 
 
-def exponential_rows(x, w, targets, V, softcap, *, shifts, losses, factors, grads):
+def exponential_rows(x, w, targets, V, *, shifts, losses, factors, grads):
     """Losses as log sum exp(logit - target's logit), with exponentials from the GEMM's epilogue.
 
     shifts: `target_logits`. Fills `losses`, (rows,), and unless grads is None `factors`, (rows,),
     and `grads`, (rows, P): a row of it times its factor is the gradient of its logits. Returns x
     with rows times factors, for the weight's gradient.
     """
-    sums = hopper.exponentials(x, w, shifts, V, grads, softcap)
+    sums = hopper.exponentials(x, w, shifts, V, grads)
     scaled = x if grads is None else torch.empty_like(x)
     rows, C = x.shape
     parts = sums.size(1)
     _exponential_rows[(rows,)](
         x if grads is None else grads,  # the kernel takes a pointer in any case
-        sums, x, targets, shifts, losses, factors, scaled, parts, softcap or 0.0,
-        P=w.size(0), C=C, CAP=softcap is not None, GRAD=grads is not None, PARTS=power_of_2(parts),
-        WIDTH=hopper.BN, BLOCK=min(2048, power_of_2(C)),
+        sums, x, targets, losses, factors, scaled, parts,
+        P=w.size(0), C=C, GRAD=grads is not None, PARTS=power_of_2(parts), WIDTH=hopper.BN,
+        BLOCK=min(2048, power_of_2(C)),
     )  # fmt: skip
     return scaled
 
 
 @triton.jit
-def _target_logits(
-    x, w, targets, shifts, softcap, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
+def _target_logits(x, w, targets, shifts, C: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     products = tl.zeros((BLOCK,), tl.float32)
@@ -272,15 +258,15 @@ def _target_logits(
         a = load_float32(x + row * C + at, at < C)
         b = load_float32(w + tl.maximum(target, 0) * C + at, at < C)
         products += a * b
-    shift = _capped(tl.sum(products), softcap, CAP) * LOG2E
+    shift = tl.sum(products) * LOG2E
     tl.store(shifts + row, tl.where(target < 0, float("inf"), shift))
 
 
 @triton.jit
 def _exponential_rows(
-    grads, sums, x, targets, shifts, losses, factors, scaled, parts, softcap,
-    P: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    grads, sums, x, targets, losses, factors, scaled, parts,
+    P: tl.constexpr, C: tl.constexpr, GRAD: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its loss from partial sums of exponentials relative to the target's.
 
@@ -303,10 +289,7 @@ def _exponential_rows(
     total = tl.where(total < of_target, of_target, total)  # it is part of total, but for rounding
     at_target = of_target - total
     loss = tl.log(total) + most / LOG2E
-    if CAP:
-        capped = tl.load(shifts + row) / (LOG2E * softcap)
-        at_target *= 1 - capped * capped
-    elif GRAD:
+    if GRAD:
         if most > 0:
             for start in range(0, P, BLOCK):
                 at = start + tl.arange(0, BLOCK)
@@ -325,16 +308,12 @@ def _exponential_rows(
 
 
 @triton.jit
-def _logit_gradients(
-    x, at, lse, scale, subtracted, softcap, CAP: tl.constexpr, DITHER: tl.constexpr
-):
-    """scale times the gradients of capped logits x of a row, with respect to the logits themselves.
+def _logit_gradients(x, at, lse, scale, subtracted, DITHER: tl.constexpr):
+    """scale times the gradients of a row's logits x.
 
     at: their columns; lse: the row's log sum exp; subtracted: scale for the target, 0 for others.
     """
     grad = tl.exp2(x * LOG2E - lse * LOG2E) * scale - subtracted
-    if CAP:
-        grad *= 1 - (x / softcap) * (x / softcap)
     if DITHER:
         grad = _dithered(grad, at, lse)
     return grad
@@ -353,11 +332,3 @@ def _dithered(x, at, seed):
     start = (start ^ (start >> 13)) * 0xC2B2AE3D
     bits = x.to(tl.uint32, bitcast=True) + ((at.to(tl.uint32) * 0x9E3779B1 + start) >> 11)
     return (bits & 0xFFE00000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _capped(x, softcap, CAP: tl.constexpr):
-    x = x.to(tl.float32)
-    if CAP:
-        x = softcap * (2 * tl.sigmoid(2 * (x / softcap)) - 1)  # tanh
-    return x

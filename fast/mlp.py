@@ -32,14 +32,11 @@ class MLPFunction(torch.autograd.Function):
         ctx.dtypes = dtypes_of(w1, b1, w2, b2)
         flat = x.flatten(0, -2)
         w1, b1, w2, b2 = in_dtype_of(x, w1, b1, w2, b2)
-        before = None
-        if kind == "gelu":
-            act, before = product_gelu(flat, w1.t(), b1, tune)
-        elif kind == "relu2":
-            act = product_relu2(flat, w1.t(), b1, tune)
-        else:
+        if kind == "swiglu":
             before = product(flat, w1.t(), b1, x.dtype, tune)
             act = swiglu(before)
+        else:
+            act, before = product_activation(flat, w1.t(), b1, kind, tune)
         ctx.save_for_backward(flat, w1, w2, before, None if kind == "swiglu" else act)
         return product(act, w2.t(), b2, x.dtype, tune).unflatten(0, x.shape[:-1])
 
@@ -49,59 +46,57 @@ class MLPFunction(torch.autograd.Function):
         x, w1, w2, before, act = ctx.saved_tensors
         flat = dy.flatten(0, -2).contiguous()
         sums = None
-        if ctx.kind == "gelu":
-            dbefore, sums = product_dgelu(flat, w2, before)
-        elif ctx.kind == "relu2":
-            dbefore, sums = product_drelu2(flat, w2, act)
-        else:
+        if ctx.kind == "swiglu":
             dbefore, act = swiglu_backward(product(flat, w2, None, dy.dtype, True), before)
+        else:
+            saved = before if ctx.kind == "gelu" else act
+            dbefore, sums = product_derivative(flat, w2, saved, ctx.kind)
         dw2, db2 = weight_gradients(flat, act, *ctx.dtypes[2:])
         dw1, db1 = weight_gradients(dbefore, x, *ctx.dtypes[:2], sums)
         dx = product(dbefore, w1, None, dy.dtype, True).unflatten(0, dy.shape[:-1])
         return None, dx, dw1, db1, dw2, db2, None
 
 
-@operator("product_gelu", lambda a, b, bias, tune: (empty_product(a, b), empty_product(a, b)))
-def product_gelu(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> tuple[Tensor, Tensor]:
-    """(GELU of a b + bias, a b + bias: the pre-activation)"""
+def empty_activation(a, b, bias, kind, tune):
+    act = empty_product(a, b)
+    return act, torch.empty_like(act) if kind == "gelu" else act.new_empty(0)
+
+
+@operator("product_activation", empty_activation)
+def product_activation(
+    a: Tensor, b: Tensor, bias: Tensor | None, kind: str, tune: bool
+) -> tuple[Tensor, Tensor]:
+    """(GELU or ReLU^2 of a b + bias, the pre-activation a b + bias; of ReLU^2 it is empty)"""
+    act, before = empty_activation(a, b, bias, kind, tune)
+    saved = before if kind == "gelu" else None
     if on_hopper(a):
-        return hopper.gelu(a, b.t(), bias)
-    before = empty_product(a, b)
-    return cublas.matmul(a, b, empty_product(a, b), bias=bias, gelu=before, tune=tune), before
+        kernel = hopper.GELU if kind == "gelu" else hopper.RELU2
+        hopper.launch_gemm(kernel, [a], b.t(), act, saved=saved, bias=bias)
+        return act, before
+    cublas.matmul(a, b, act, bias=bias, gelu=saved, tune=tune)
+    if kind == "relu2":
+        _relu2[(cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
+    return act, before
 
 
-def empty_derivative(a, b, before):
-    columns = before.size(1) if on_hopper(a) else 0
-    return torch.empty_like(before), before.new_empty(columns, dtype=torch.float32)
+def empty_derivative(a, b, saved, kind):
+    columns = saved.size(1) if on_hopper(a) else 0
+    return torch.empty_like(saved), saved.new_empty(columns, dtype=torch.float32)
 
 
-@operator("product_dgelu", empty_derivative)
-def product_dgelu(a: Tensor, b: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times GELU's derivative at the pre-activation `before`, its column sums on Hopper)"""
+@operator("product_derivative", empty_derivative)
+def product_derivative(a: Tensor, b: Tensor, saved: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(a b times the activation's derivative, its column sums on Hopper)
+
+    saved: GELU's pre-activation, or the output of ReLU^2.
+    """
     if on_hopper(a):
-        return hopper.dgelu(a, b, before)
-    out, no_sums = empty_derivative(a, b, before)
-    return cublas.matmul(a, b, out, dgelu=before), no_sums
-
-
-@operator("product_relu2", lambda a, b, *_: empty_product(a, b))
-def product_relu2(a: Tensor, b: Tensor, bias: Tensor | None, tune: bool) -> Tensor:
-    """max(a b + bias, 0)^2"""
-    if on_hopper(a):
-        return hopper.relu2(a, b.t(), bias)
-    act = cublas.matmul(a, b, empty_product(a, b), bias=bias, tune=tune)
-    _relu2[(cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
-    return act
-
-
-@operator("product_drelu2", empty_derivative)
-def product_drelu2(a: Tensor, b: Tensor, act: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b times ReLU^2's derivative where its output is `act`, its column sums on Hopper)"""
-    if on_hopper(a):
-        return hopper.drelu2(a, b, act)
-    out, no_sums = empty_derivative(a, b, act)
-    grid = (cdiv(act.numel(), RELU2_BLOCK),)
-    _relu2_backward[grid](cublas.matmul(a, b, out), act, act.numel(), BLOCK=RELU2_BLOCK)
+        return hopper.derivative(hopper.DGELU if kind == "gelu" else hopper.DRELU2, a, b, saved)
+    out, no_sums = empty_derivative(a, b, saved, kind)
+    cublas.matmul(a, b, out, dgelu=saved if kind == "gelu" else None)
+    if kind == "relu2":
+        grid = (cdiv(out.numel(), RELU2_BLOCK),)
+        _relu2_backward[grid](out, saved, out.numel(), BLOCK=RELU2_BLOCK)
     return out, no_sums
 
 

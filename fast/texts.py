@@ -22,13 +22,11 @@ COMPUTED = {  # what a definition calls stands before it
     "mlp": "b24dd55e2ee1",
     "LayerNorm": "2e788bdc167a",
     "RMSNorm": "f0eb57f62f4c",
-    "rotated": "6f8ed70bf3c2",
+    "rotated": "87ef47141be5",
     "rope": "cae5510b9831",
     "attention": "e3c3229e46d5",
-    "cap": "a400c7d754d2",
-    "plain_cross_entropy": "70504f70e1d6",
-    "plain_loss": "08817ec60534",
-    "cross_entropy": "c8170a19c12f",
+    "plain_cross_entropy": "0a0961cadf38",
+    "cross_entropy": "11987bc930aa",
 }
 
 

@@ -19,6 +19,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
+# some virtual machines announce an AMX that ends the process (docs/operations.md)
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # set for all tests: it is read once, and deterministic ones need it
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # without it Inductor starts a pool of processes that import torch

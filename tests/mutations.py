@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation("kernels.py", "torch.cat((-second, first), dim=-1)",
              "torch.cat((second, first), dim=-1)", "RoPE turns the wrong way",
              "test_convert.py -k logits"),
-    Mutation("kernels.py", "device=logits.device) < V", "device=logits.device) <= V",
+    Mutation("kernels.py", "logits.device) < vocab_size", "logits.device) <= vocab_size",
              "a padding row takes part in the softmax", "test_model.py test_kernels.py"),
     Mutation("model.py", "2 * torch.sigmoid", "torch.sigmoid", "gates start at a half",
              "test_model.py test_sampling.py"),

@@ -31,11 +31,10 @@ GPT2 = dict(n_embd=768, n_head=12, vocab_size=50257)
 LLAMA = dict(norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tie_embeddings=False)
 SHAPES = [
     GPT2,
-    GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", softcap=15.0, positions="rope", qk_norm=True),
+    GPT2 | dict(n_embd=1600, n_head=25, mlp="relu2", positions="rope", qk_norm=True),
     LLAMA | dict(n_embd=8192, n_head=64, n_kv_head=8, n_hidden=28672, vocab_size=4096),
 ]
-# width, rows of the vocabulary, softcap of the heads whose loss is compiled for Hopper
-HEADS = [(768, 50_304, None), (1600, 50_304, 15.0), (8192, 128_256, None)]
+HEADS = [(768, 50_304), (8192, 128_256)]  # width, rows of the vocabulary: of Hopper's loss
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -109,17 +108,17 @@ def gather(weight):
     rows.fsdp_post_all_gather(both, scale, torch.bfloat16)
 
 
-def hopper_loss(width, vocab_rows, softcap, tokens=16):
+def hopper_loss(width, vocab_rows, tokens=16):
     """The Triton kernels around the CUDA kernel that computes logits and their exponentials."""
     x, w = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows in (tokens, vocab_rows))
     targets, (losses, factors) = torch.zeros(tokens, dtype=torch.int64), torch.zeros(2, tokens)
     real, parts = hopper.exponentials, -(-vocab_rows // hopper.BN)
     hopper.exponentials = lambda *_: torch.zeros(tokens, parts, 2)
     try:
-        shifts = loss.target_logits(x, w, targets, softcap)
+        shifts = loss.target_logits(x, w, targets)
         for grads in (torch.zeros(tokens, vocab_rows, dtype=torch.bfloat16), None):
             loss.exponential_rows(
-                x, w, targets, vocab_rows, softcap,
+                x, w, targets, vocab_rows,
                 shifts=shifts, losses=losses, factors=factors, grads=grads,
             )  # fmt: skip
     finally:

@@ -290,7 +290,7 @@ def test_damaged_missing_and_strange_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes, word", [
-    (dict(qk_norm=True, softcap=30.0), "a gpt2 has no qk_norm=True, softcap=30.0"),
+    (dict(qk_norm=True, n_kv_head=1), "a gpt2 has no n_kv_head=1, qk_norm=True"),
     (dict(n_kv_head=1, bias=False), "n_kv_head=1, bias=False"),
     (dict(LLAMA, qk_norm=True, bias=True), "a qwen3 has no bias=True"),
     (dict(LLAMA, embedding_mix=1), "a llama has no embedding_mix=1"),

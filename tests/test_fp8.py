@@ -37,8 +37,8 @@ WHOLE, ALIKE = (0.25, 0.97) if GPU else (0.35, 0.95)
 # tiles are of 64 x 64; rows: a multiple of 16, as `suits` demands
 SHAPES = [(144, [100]), (48, [8, 72]), (32, [48, 16, 16])]
 SHAPES += [(16, [16]), (512, [768]), (208, [300, 520, 8]), (48, [8, 264])] * GPU
-SEVERAL = (fp8.COPY, fp8.GELU, fp8.RELU2)  # what is computed of tensors side by side too
-BESIDE = (fp8.DGELU, fp8.DRELU2, fp8.SWIGLU, fp8.DSWIGLU, fp8.GATE, fp8.NORM, fp8.SHIFTED_NORM)
+SEVERAL = ("copy", "gelu", "relu2")  # what is computed of tensors side by side too
+BESIDE = ("dgelu", "drelu2", "swiglu", "dswiglu", "gate", "norm", "shifted_norm")
 CASTS = [(M, w, k) for M, w in SHAPES for k in SEVERAL + BESIDE * (len(w) == 1)]
 
 
@@ -72,7 +72,7 @@ def randn(*shape, std=1.0, dtype=torch.bfloat16):
 
 
 @pytest.mark.gpu  # the interpreter converts NaN to a number
-@pytest.mark.parametrize("what", [fp8.COPY, fp8.GELU, fp8.RELU2])
+@pytest.mark.parametrize("what", ["copy", "gelu", "relu2"])
 @pytest.mark.parametrize("e5m2", [False, True])
 def test_a_cast_keeps_nan(what, e5m2):
     """Otherwise a loss from weights that are NaN would be a number."""
@@ -87,13 +87,13 @@ def test_a_cast_keeps_nan(what, e5m2):
 @pytest.mark.parametrize("e5m2, std", [(False, 1e4), (True, 1e-7), *[(True, 1.0)] * GPU])
 def test_cast(M, widths, what, e5m2, std):
     """Value, transpose, column sums, and the scale: a power of two with the room it should have."""
-    std = min(std, 100.0) if what in (fp8.RELU2, fp8.SWIGLU) else std  # whose result is a square
+    std = min(std, 100.0) if what in ("relu2", "swiglu") else std  # whose result is a square
     top = torch.zeros(4, device=DEVICE)
     limit = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
     seen = None
     for call in range(3):
-        parts = [randn(M, N * (1 + (what == fp8.SWIGLU)), std=std * 4**call) for N in widths]
-        before = randn(M, widths[0] * (1 + (what == fp8.DSWIGLU)))
+        parts = [randn(M, N * (1 + (what == "swiglu")), std=std * 4**call) for N in widths]
+        before = randn(M, widths[0] * (1 + (what == "dswiglu")))
         beside, exact = beside_and_exactly(what, torch.cat(parts, 1), before)
         out, out_t, scale, sums = fp8.cast(parts, top, beside, what, e5m2, True)
         most = exact.abs().max().item()
@@ -129,18 +129,18 @@ def test_a_scale_after_zeros_is_from_the_tensor_itself(M, widths):
 def beside_and_exactly(what, x, before):
     """(the tensors beside x, what `cast` computes of them and x before it rounds, in float64)"""
     exact, activation = x.double(), getattr(kernels, what.removeprefix("d"), None)
-    if what == fp8.GATE:
+    if what == "gate":
         gates = before[:, :4].contiguous()
         return [gates], exact * gates.double().repeat_interleave(x.size(1) // 4, 1)
-    if what in (fp8.NORM, fp8.SHIFTED_NORM):
+    if what in ("norm", "shifted_norm"):
         stats, (weight, shift) = randn(2, len(x), dtype=torch.float32), randn(2, x.size(1)).float()
         normed = (exact - stats[0, :, None]) * stats[1, :, None] * weight
-        shifted = what == fp8.SHIFTED_NORM
+        shifted = what == "shifted_norm"
         return [stats, weight, shift][: 2 + shifted], normed + shift * shifted
     if not what.startswith("d"):
         return [], activation(exact) if activation else exact
     y = before.double().requires_grad_()
-    if what != fp8.DRELU2:
+    if what != "drelu2":
         return [before], torch.autograd.grad(activation(y), y, exact)[0]
     act8 = activation(y / 8).to(torch.float8_e4m3fn)  # 8: far below the largest number
     return [act8, torch.tensor(64.0, device=DEVICE)], exact * 2 * 8 * act8.double().sqrt()

@@ -19,7 +19,7 @@ GROUPED = dict(LLAMA, n_kv_head=2, qk_norm=True, tie_embeddings=False)
 GROUPED |= dict(value_embeddings=1, attention_gate=True)
 MODELS = {
     "gpt2": {},
-    "gpt2_qk_norm": dict(qk_norm=True, softcap=15.0, attention="math", embedding_mix=1),
+    "gpt2_qk_norm": dict(qk_norm=True, attention="math", embedding_mix=1),
     "llama_grouped": GROUPED,
     "llama_one_kv_head": dict(LLAMA, n_kv_head=1, rope_factor=8.0, rope_original=8),
 }

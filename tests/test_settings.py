@@ -51,7 +51,7 @@ def test_what_cannot_be_is_one_line(words, ranks, message):
 
 
 def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
-    off = ["clip", "softcap", "rope_factor", "shuffle_seed", "remat_tile", "shard_size"]
+    off = ["clip", "rope_factor", "shuffle_seed", "remat_tile", "shard_size"]
     check(Config(**dict.fromkeys(off)))
     check(Config(), 8)
     monkeypatch.setenv("WORLD_SIZE", "3")

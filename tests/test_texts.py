@@ -28,8 +28,7 @@ def test_the_forms_compute_the_texts_of_kernels():
     assert texts.edited() == {} == forms.edits
 
 
-END = "\ndef cap(logits, softcap):"
-OF_CAP = "cap plain_cross_entropy plain_loss cross_entropy"
+END = "\n# -- the loss\n"
 FREE = {
     "a comment and a line break": (
         'return F.gelu(x, approximate="tanh")  # GPT-2\'s own form',
@@ -41,8 +40,12 @@ FREE = {
 EDITS = {  # (text, another, what is then edited, by the first of which)
     "an expression": ("F.relu(x).square()", "F.relu(x) ** 2", "relu2"),
     "a decorator": ("@operation(forms.mlp)", "@torch.compile\n@operation(forms.mlp)", "mlp"),
-    "a line": ("    first, second = x", "    x = 2 * x\n    first, second = x", "rotated rope"),
-    "what others call": ("softcap * torch.tanh(", "softcap * torch.sin(", OF_CAP),
+    "a line": ("    in_float32 = x", "    x = 2 * x\n    in_float32 = x", "rotated rope"),
+    "what others call": (
+        "-torch.inf)",
+        "-1e9)",
+        "plain_cross_entropy cross_entropy",
+    ),
     "a second definition": (END, f"\ndef gelu(x):\n    return x\n\n{END}", "gelu"),
     "an assignment": (END, f"\nmlp = torch.compile(mlp)\n{END}", "mlp"),
     "an attribute": (
