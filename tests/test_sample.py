@@ -64,8 +64,8 @@ def chatty(tmp_path):
     path = str(byte_level(tmp_path, [TEMPLATE], special=special))
     own = dict(bos_token=special[0], eos_token="<|eot_id|>", chat_template=TEMPLATE)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, **own)
-    shape = TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32)
-    folder = hf.save_hf(build(GPTConfig(**shape), CPU, seed=0), tmp_path / "hf")
+    cfg = GPTConfig(**TINY | LLAMA | dict(vocab_size=300, block_size=128, n_hidden=32))
+    folder = hf.save_hf(cfg, build(cfg, CPU, seed=0).state_dict(), tmp_path / "hf")
     theirs.save_pretrained(folder)
     ends = dict(eos_token_id=[1, 4, True, None, "x"])
     (folder / "generation_config.json").write_text(json.dumps(ends))
@@ -130,7 +130,7 @@ def written(path, source_of, precision):
     if source_of == "checkpoint":
         save_model(path, model, cfg)
     else:
-        hf.save_hf(model, path, "bfloat16")
+        hf.save_hf(cfg, model.state_dict(), path, "bfloat16")
     return sample.Config(**{source_of: str(path)}, device="cpu", parallel="fsdp")
 
 
