@@ -80,7 +80,7 @@ def main(cfg):
         tokenizer = load_tokenizer(cfg, source, out)
         encoder = tokenizer
         if cfg.is_chat:
-            encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
+            encoder = Dialogues(tokenizer, source.tally)
         progress = writer.Progress(out, settings(cfg, source, encoder), tokenizer)
         if progress.position is None:
             print(f"{out} is finished already; nothing was done")

@@ -360,10 +360,9 @@ def exported(cfg, tensors, dtype):
     import torch
 
     names = names_of(cfg)
-    own = tensors.keys() - ({"head.weight"} if cfg.tie_embeddings else set())
-    if edited := sorted(own ^ names.keys()):
-        than = f"a {family_of(cfg).name}"
-        raise UserError(f"model.py has other parameters than {than}: {listed(edited)}")
+    if edited := sorted((tensors.keys() ^ names.keys()) - {"head.weight"}):  # it may be tied
+        name = family_of(cfg).name
+        raise UserError(f"model.py has other parameters than a {name}: {listed(edited)}")
     kv = cfg.kv_heads * cfg.head_size
     rows = {"qkv": [cfg.attention_width, kv, kv], "gate_up": [cfg.mlp_hidden, cfg.mlp_hidden]}
     found = {}

@@ -35,10 +35,11 @@ def texts(model, tokenizer, prompt, n, **options):
     options: of `steps`.
     """
     shown = tokenizer.encode(prompt)
-    ids = torch.tensor([[tokenizer.eot, *shown]] * n, device=parallel.device_of(model))
-    cache = make_cache(model, tokenizer.eot)
+    row = [tokenizer.eot, *shown]
+    ids = torch.tensor([row] * n, device=parallel.device_of(model))
+    columns = [*steps(model, ids, cache=make_cache(model, tokenizer.eot), **options)]
     found = []
-    for row in torch.stack([*steps(model, ids, cache=cache, **options)], 1).tolist():
+    for row in torch.stack(columns, 1).tolist():
         new = itertools.takewhile(lambda i: i not in tokenizer.ends, row)
         found.append(tokenizer.decode([*shown, *new]))
     return found
