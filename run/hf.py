@@ -234,8 +234,8 @@ def family_of(cfg):
 def config_json(cfg, dtype):
     """The content of config.json as transformers 4 writes it; `write_tokenizer` writes the ends."""
     family = family_of(cfg)
-    values = vars(cfg) | dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden)
-    values["head_dim"] = cfg.head_size
+    own = dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, head_dim=cfg.head_size)
+    values = vars(cfg) | own
     config = {key: values[name] for key, name in family.keys.items()}
     config |= dict.fromkeys(family.dropouts, cfg.dropout)
     if cfg.mlp == "relu2":

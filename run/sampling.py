@@ -37,9 +37,9 @@ def texts(model, tokenizer, prompt, n, **options):
     shown = tokenizer.encode(prompt)
     row = [tokenizer.eot, *shown]
     ids = torch.tensor([row] * n, device=parallel.device_of(model))
-    columns = [*steps(model, ids, cache=make_cache(model, tokenizer.eot), **options)]
+    columns = steps(model, ids, cache=make_cache(model, tokenizer.eot), **options)
     found = []
-    for row in torch.stack(columns, 1).tolist():
+    for row in zip(*columns):
         new = itertools.takewhile(lambda i: i not in tokenizer.ends, row)
         found.append(tokenizer.decode([*shown, *new]))
     return found
@@ -52,10 +52,10 @@ def continued(model, tokenizer, ids, *options):
     others' forwards gather its weights.
     """
     columns = steps(model, torch.tensor([ids], device=parallel.device_of(model)), *options)
-    for column in columns:
-        if column.item() in tokenizer.ends:
+    for (new,) in columns:
+        if new in tokenizer.ends:
             break
-        yield column.item()
+        yield new
     if parallel.units(model):
         for _ in columns:
             pass
@@ -63,7 +63,7 @@ def continued(model, tokenizer, ids, *options):
 
 @torch.no_grad()
 def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache=None):
-    """Yields the next id of each row of ids (B, T) int64, (B,) on the host, max_new_tokens times.
+    """Yields the next ids of the rows of ids (B, T) int64, a list of B, max_new_tokens times.
 
     cache: a KVCache of the model. Beyond block_size tokens, or without it, a step computes the last
     block_size tokens.
@@ -90,10 +90,10 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
         ids = torch.cat((ids, new[:, None]), 1)
         new = parallel.Later(new)
         if before:  # a GPU has begun this step when the host waits for the one before
-            yield torch.tensor(before.get())
+            yield before.get()
         before = new
     if before:
-        yield torch.tensor(before.get())
+        yield before.get()
 
 
 def draw_token(logits, temperature, top_k, generator):

@@ -222,9 +222,7 @@ def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
 def test_a_template_that_begins_with_the_separator_gets_no_second_one(tmp_path):
     special = ("<|begin_of_text|>", "<|start|>", "<|end|>", "<|eot|>")
     marks = dict(bos_token={"content": special[0]}, eos_token="<|eot|>")
-    folder = save_tokenizer(
-        tmp_path / "llama", [{"name": "default", "template": LLAMA3}], special, **marks
-    )
+    folder = save_tokenizer(tmp_path / "llama", LLAMA3, special, **marks)
     tok = tokenizer.load(str(folder))
     talk = said("user", "a", "assistant", " yes ", x=None)
     (row,) = rows_of(folder, talk)
@@ -375,6 +373,7 @@ CHANGES = "{% for m in messages %}{{ m.content if loop.last else m.content | upp
     (None, said("user", "a", "assistant", "b"), "template"),
     ("{{ raise_exception('no') }}", said("user", "a", "assistant", "b"), "TemplateError"),
     (CHANGES, said("user", "a", "assistant", "b", "user", "c"), "message 2"),
+    ([dict(name="default", template=PLAIN)], said("user", "a", "assistant", "b"), "fails"),
     (PLAIN, "not a list", "content"),
     (PLAIN, [dict(content="a")], "role"),
     (PLAIN, said("user", "a", "assistant", "b", train_detail=[]), "train_detail"),

@@ -38,7 +38,7 @@ def random_model(**changes):
 
 
 def generate(model, ids, n, **options):
-    return torch.cat((ids.cpu(), torch.stack([*sampling.steps(model, ids, n, **options)], 1)), 1)
+    return torch.cat((ids.cpu(), torch.tensor([*sampling.steps(model, ids, n, **options)]).T), 1)
 
 
 def cached(model, ids, n, **options):

@@ -152,8 +152,7 @@ def samples(out):
     with contextlib.redirect_stderr(said):
         ids = []
         for cache in (sampling.make_cache(model, 256), None):
-            columns = sampling.steps(model, prompt, 20, 0.7, None, 1, cache)
-            ids.append(torch.stack([*columns], 1).tolist())
+            ids.append([*sampling.steps(model, prompt, 20, 0.7, None, 1, cache)])
     return *ids, said.getvalue()
 
 
