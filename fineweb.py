@@ -79,7 +79,7 @@ def main(cfg):
         tokenizer = load_tokenizer(cfg, out)
         encoder = tokenizer
         if cfg.is_chat:
-            encoder = Dialogues(tokenizer, source.tally, pairs=len(cfg.keys) == 2)
+            encoder = Dialogues(tokenizer, source.tally)
         progress = writer.Progress(out, source.short, settings(cfg, source, encoder), tokenizer)
         if progress.record["next"] is None:
             print(f"{out} is finished already; nothing was done")

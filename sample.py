@@ -10,7 +10,6 @@ Prints the text as it is generated, then tokens a second. The sampling is in
 run/sampling.py.
 """
 
-import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -24,13 +23,10 @@ from system.errors import UserError, refuse, say, this_rank
 class Config(TrainedConfig):
     prompt: str | None = None  # text; None: a new line, with chat the lines of stdin
     chat: bool = False  # the prompt is a message, put into the tokenizer's chat template
-    n_samples: int = 4  # number of continuations
+    n_samples: int = 4  # number of continuations; with chat one reply
     max_new_tokens: int = 200  # tokens to generate for each
-    bos: bool = True  # the documents' separator precedes the prompt, as in training; not with chat
-    stop: bool = True  # end where the model ends its text (eos); --no_stop: at max_new_tokens
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int | None = 50  # sample among the k most likely tokens; None: among all
-    cache: bool = True  # keep keys and values of earlier tokens; --no_cache: compute them anew
     seed: int = 1337  # of the first sample; +1 for each next one
 
     # nanoGPT's names, and what is meant here
@@ -40,9 +36,8 @@ class Config(TrainedConfig):
 def main(cfg):
     least = {"n_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
     refuse(too_small(cfg, least))
-    talk = cfg.chat and cfg.prompt is None
-    if talk and this_rank().size > 1:
-        raise UserError("chat=True without a prompt reads stdin, which ranks cannot share")
+    if cfg.chat and this_rank().size > 1:
+        raise UserError("chat=True is a conversation on one rank: start it without torchrun")
     from corpus import chat
     from run import sampling, trained
     from scale import parallel
@@ -51,48 +46,69 @@ def main(cfg):
     if cfg.chat:
         template = chat.Template(trained.folders(cfg, tokenizer)[0], tokenizer)
     with autocast:
-        printer = sampling.Printer(model, tokenizer, cfg)
-        if talk:
-            converse(printer, template)
-        elif cfg.chat:
-            ids = template.ids([dict(role="user", content=cfg.prompt)])
-            print_samples(printer, ids, [], world)
+        cache = sampling.make_cache(model, tokenizer.eot)  # for all texts
+
+        def continued(ids, seed):
+            options = cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed, cache
+            return sampling.continued(model, tokenizer, ids, *options)
+
+        if cfg.chat:
+            converse(cfg, tokenizer, template, continued)
         else:
-            shown = tokenizer.encode(cfg.prompt or "\n")
-            ids = [tokenizer.eot, *shown] if cfg.bos else shown
-            print_samples(printer, ids, shown, world)
+            print_samples(cfg, tokenizer, world, continued)
     parallel.stop()
 
 
-def print_samples(printer, ids, shown, world):
+def print_samples(cfg, tokenizer, world, continued):
     """Each rank makes a sample; rank 0 prints its own as it comes, then the others'."""
     from scale import parallel
 
-    cfg = printer.cfg
+    shown = tokenizer.encode(cfg.prompt or "\n")
+    ids = [tokenizer.eot, *shown]  # behind the separator of documents, as in training
     began = time.perf_counter()
     tokens = 0
     for first in range(0, cfg.n_samples, world.size):
-        own = printer(ids, cfg.seed + first + world.rank, shown)
+        new = continued(ids, cfg.seed + first + world.rank)
+        own = write(tokenizer, shown, new) if world.main else list(new)
         rows = parallel.gather_objects(own)[: cfg.n_samples - first]
         tokens += sum(map(len, rows))
         if world.main:
             say("-" * 80)
             for row in rows[1:]:
-                say(printer.tokenizer.decode(shown + row), "-" * 80, sep="\n")
+                say(tokenizer.decode(shown + row), "-" * 80, sep="\n")
     seconds = time.perf_counter() - began
     if world.main:
         say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
 
 
-def converse(printer, template):
-    """Replies to each line of stdin, until Ctrl-D."""
+def write(tokenizer, shown, ids):
+    """Prints the text of the list `shown` and of further ids as they come; returns these, a list.
+
+    An incomplete character waits for its rest, until the end.
+    """
+    new = []
+    printed = ""
+    for i in ids:
+        new.append(i)
+        text = tokenizer.decode(shown + new)
+        if not text.endswith("\ufffd"):
+            say(text[len(printed) :], end="")
+            printed = text
+    say(tokenizer.decode(shown + new)[len(printed) :])
+    return new
+
+
+def converse(cfg, tokenizer, template, continued):
+    """Replies to the prompt, or to each line of stdin."""
+    lines = [cfg.prompt]
+    if cfg.prompt is None:
+        say("Each line is a message; Ctrl-D ends.")
+        lines = sys.stdin
     messages = []
-    sign = "> " if sys.stdin.isatty() else ""
-    with contextlib.suppress(EOFError):
-        while True:
-            messages.append(dict(role="user", content=input(sign)))
-            new = printer(template.ids(messages), printer.cfg.seed)
-            messages.append(dict(role="assistant", content=printer.tokenizer.decode(new)))
+    for line in lines:
+        messages.append(dict(role="user", content=line.removesuffix("\n")))
+        new = write(tokenizer, [], continued(template.ids(messages), cfg.seed))
+        messages.append(dict(role="assistant", content=tokenizer.decode(new)))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@
 #       --tokenizer=data/llama3 --shuffle_seed=1337 --pack=8192 --val_tokens=2097152 \
 #       --out_dir=data/smoltalk-llama3
 # To answer:
-#   python sample.py --checkpoint=out/llama3_8b_sft --chat --temperature=0 --n_samples=1 \
-#       --prompt="Why?"
+#   python sample.py --checkpoint=out/llama3_8b_sft --chat --temperature=0 --prompt="Why?"
 # It has not been run here. The start of a run shows how many epochs max_steps are.
 from config.llama3_8b import *  # noqa: F403
 

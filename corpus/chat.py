@@ -1,24 +1,20 @@
 """Chat templates: dialogues, or prompts with completions, as tokens; answers alone carry loss."""
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import itertools
 import json
-import re
 import uuid
+from pathlib import Path
 
 import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
 from corpus import DataError, as_user_error
-from corpus.tokenizer import (
-    HuggingFace,
-    file_beside,
-    read_beside,
-    special_tokens,
-)
+from corpus.tokenizer import HuggingFace, read_beside, special_tokens
 from system.errors import UserError
 
 # Before and after an answer while a template is rendered; a filter leaves digits as they are
@@ -36,25 +32,18 @@ def stop_ids(folder, tokenizer):
     found = settings.get("eos_token_id")
     if not isinstance(found, list):
         found = [found]
-    found += [eos_id(folder, tokenizer), Template(folder, tokenizer).end_of_turn()]
+    found.append(tokenizer.special.get(special_tokens(folder).get("eos_token")))
+    with contextlib.suppress(UserError):  # a template that is missing, or fails
+        found.append(Template(folder, tokenizer).end_of_turn())
     return {i for i in found if type(i) is int}
-
-
-def eos_id(folder, tokenizer):
-    """The id of the eos_token of a folder's files; None if they or the tokenizer lack it."""
-    ids = tokenizer.encode_special(special_tokens(folder).get("eos_token", ""))
-    return ids[0] if len(ids) == 1 else None
 
 
 def template_of(folder):
     """The text of a folder's chat template, None if it has none."""
-    path = file_beside(folder, "chat_template.jinja")
-    if path:
+    path = Path(folder, "chat_template.jinja")
+    if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    found = read_beside(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several of them
-        return {one["name"]: one["template"] for one in found}.get("default")
-    return found
+    return read_beside(folder, "tokenizer_config.json").get("chat_template")
 
 
 class Generation(jinja2.ext.Extension):
@@ -82,43 +71,33 @@ def strftime_now(form):
 class Template:
     """A folder's chat template, as the model was trained to read conversations.
 
-    text: None if the folder has none.
+    Raises UserError if there is none, or it is not valid.
     """
 
     def __init__(self, folder, tokenizer):
         self.folder = folder
         self.tokenizer = tokenizer
-        self.text = template_of(folder)
         self.special = special_tokens(folder)
-        self.marks_answers = re.search(r"{%[-+]?\s*generation\b", self.text or "")
-
-    @functools.cached_property
-    def compiled(self):
-        """In Jinja's sandbox, where a template reaches nothing but what it is given."""
-        self.refuse_none()
+        self.text = template_of(folder) if isinstance(tokenizer, HuggingFace) else None
+        if self.text is None:
+            raise UserError(
+                f"{folder or tokenizer.name} has no chat template; give a folder with one, "
+                "--tokenizer=FOLDER"
+            )
+        self.marks_answers = "endgeneration" in self.text
+        # a sandbox, where a template reaches nothing but what it is given
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals |= dict(strftime_now=strftime_now, raise_exception=raise_exception)
-        return environment.from_string(self.text)
-
-    def refuse_none(self):
-        if self.text is None:
-            raise UserError(
-                f"{self.folder or self.tokenizer.name} has no chat template; give a folder with "
-                "one, --tokenizer=FOLDER"
-            )
+        with as_user_error(f"{folder}: its chat template fails"):
+            self.compiled = environment.from_string(self.text)
 
     def ids(self, messages):
         """The ids of [{"role": "user", "content": ...}, ...] up to where the next reply begins."""
         text, _ = self.render(messages, reply=True)
-        ids = self.tokenizer.encode_special(text)
-        if max(ids, default=0) >= self.tokenizer.embedded:
-            raise UserError(
-                f"{self.folder}: its template gives the id {max(ids)}, which the model lacks"
-            )
-        return ids
+        return self.tokenizer.parse(text).ids
 
     def render(self, messages, tools=None, reply=False):
         """(text of a conversation, [(begin, end)] of what {% generation %} encloses in it).
@@ -142,23 +121,20 @@ class Template:
         if not any(wanted):
             return [], []
         text, answers = self.render(messages, tools)
-        if not self.marks_answers:
+        marked = self.marks_answers and all(wanted)
+        if not marked:
             answers = self._answers(messages, tools, text)
-        if not all(wanted):
-            if len(answers) != len(wanted):
-                raise DataError(f"the chat template marks {len(answers)} of {len(wanted)} answers")
-            answers = [*itertools.compress(answers, wanted)]
         encoded = self.tokenizer.parse(text)
         loss = np.zeros(len(encoded.ids), bool)
         for begin, end in answers:
-            loss[self._place(encoded, text, begin, end)] = True
+            loss[self._place(encoded, text, begin, end, marked)] = True
         return encoded.ids, loss
 
     def _answers(self, messages, tools, text):
-        """[(begin, end)] of answers in the whole text, each after its generation prompt."""
+        """[(begin, end)] of answers that carry loss; each begins behind its generation prompt."""
         found = []
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and carries_loss(message):
                 before, _ = self.render(messages[:i], tools, reply=True)
                 after, _ = self.render(messages[: i + 1], tools)
                 if not (text.startswith(after) and after.startswith(before)):
@@ -169,7 +145,7 @@ class Template:
                 found.append((len(before), len(after)))
         return found
 
-    def _place(self, encoded, text, begin, end):
+    def _place(self, encoded, text, begin, end, marked):
         """The slice of the tokens of an answer and of the special token that ends it.
 
         The template may write that one behind what it marks, or as the next role's token.
@@ -182,23 +158,18 @@ class Template:
         behind = len(text) - len(text[end:].lstrip())
         for place in np.searchsorted(ends, [last, behind], "right"):
             if first <= place < len(ends) and encoded.ids[place] in self.tokenizer.special.values():
-                return slice(first, max(after, place + 1) if self.marks_answers else place + 1)
+                return slice(first, max(after, place + 1) if marked else place + 1)
         return slice(first, after)
 
     def end_of_turn(self):
-        """The id of the special token that ends an answer, None if no template writes one."""
-        if self.text is None or not isinstance(self.tokenizer, HuggingFace):
-            return None
+        """The id of the special token that ends an answer, None if the template writes none."""
         talk = [dict(role=role, content="a") for role in ("user", "assistant", "user")]
         for messages in (talk, talk[:2]):  # some templates render only one of them
-            try:
+            with contextlib.suppress(UserError):
                 ids, loss = self.tokens(messages)
-            except UserError:
-                continue
-            ends = np.array(ids)[loss].tolist()
-            if ends and ends[-1] in self.tokenizer.special.values():
-                return ends[-1]
-        return None
+                ends = np.array(ids)[loss].tolist()
+                if ends and ends[-1] in self.tokenizer.special.values():
+                    return ends[-1]
 
 
 def carries_loss(message):
@@ -215,37 +186,26 @@ def normalized(messages):
     with as_user_error("expected a list of {role, content}", DataError):
         for given in messages:
             message = {SHAREGPT.get(k, k): v for k, v in given.items() if v is not None}
-            if isinstance(message.get("content"), list):  # of parts, as OpenAI's files may have it
-                message["content"] = "".join(part["text"] for part in message["content"])
-            calls = message.get("tool_calls", [])
-            if not isinstance(message.get("content", "" if calls else None), str):
+            content = message.get("content")
+            if isinstance(content, list):  # of parts, as OpenAI's files may have it
+                message["content"] = content = "".join(part["text"] for part in content)
+            if not isinstance(content, str) and "tool_calls" not in message:
                 raise TypeError(f"no text in {given!r:.60}")
-            for call in calls:
-                function = call.get("function", call)
-                if isinstance(function["arguments"], str):  # of JSON, likewise
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
             role = message["role"]
             found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found
 
 
 class Dialogues:
-    """Dialogues or pairs to tokens, with the chat template of a tokenizer's folder if any.
+    """Dialogues, or pairs of a question and an answer, to tokens with a folder's chat template.
 
     tally: counts what is left out.
     """
 
-    def __init__(self, tokenizer, tally, pairs):
-        folder = tokenizer.folder
+    def __init__(self, tokenizer, tally):
         self.tokenizer = tokenizer
         self.tally = tally
-        self.pairs = pairs
-        self.template = Template(folder, tokenizer)
-        if not pairs:
-            self.template.refuse_none()
-        self.eos = eos_id(folder, tokenizer)  # ends a completion
-        if self.eos is None:
-            self.eos = tokenizer.eot
+        self.template = Template(tokenizer.folder, tokenizer)
 
     def digest(self):
         """SHA-256 of what tells it from others: the tokenizer and the template."""
@@ -269,34 +229,16 @@ class Dialogues:
     def _tokens(self, document):
         """(ids, whether each carries loss) of a document."""
         messages = document.value
-        if self.pairs:
-            if self.template.text is None:
-                return self._pair(document)
+        if isinstance(messages, tuple):
             messages = [dict(role=r, content=c) for r, c in zip(("user", "assistant"), messages)]
         tools = document.tools
         if isinstance(tools, str):
             tools = json.loads(tools)
-        messages = normalized(messages)
-        ids, loss = self.template.tokens(messages, tools)
+        ids, loss = self.template.tokens(normalized(messages), tools)
         if not any(loss):
             self.tally.add("dialogues without an answer left out", document.where)
             return [], []
         if ids[0] != self.tokenizer.eot:
             ids = [self.tokenizer.eot, *ids]
             loss = [False, *loss]
-        return ids, loss
-
-    def _pair(self, document):
-        """Separator, prompt, completion and eos.
-
-        Where eos is the separator, that of the next document serves.
-        """
-        prompt, completion = self.tokenizer.encode_batch(document.value)
-        if not len(completion):
-            self.tally.add("pairs without a completion left out", document.where)
-            return [], []
-        ends = [self.eos] if self.eos != self.tokenizer.eot else []
-        ids = [self.tokenizer.eot, *prompt, *completion, *ends]
-        loss = np.arange(len(ids)) > len(prompt)
-        loss[0] = not ends
         return ids, loss

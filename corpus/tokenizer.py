@@ -1,9 +1,8 @@
 """Text to token ids and back: tiktoken's encodings, a tokenizer.json, or bytes.
 
-"<|endoftext|>" in a document is plain text: `encode_special` alone parses special tokens.
+"<|endoftext|>" in a document is plain text: `parse` alone reads special tokens.
 """
 
-import functools
 import hashlib
 import re
 from pathlib import Path
@@ -14,7 +13,6 @@ from tokenizers import ByteLevelBPETokenizer, Regex, decoders, models, pre_token
 from tokenizers import Tokenizer as Inner
 
 from corpus import LONG, as_user_error, read_json
-from corpus.prefetch import batched
 from system.errors import UserError, listed, warn
 from system.files import write_atomic
 
@@ -42,7 +40,7 @@ class Tokenizer:
     """An interface of all tokenizers.
 
     eot: the id that precedes each document. ends: the ids that end one. lengths: {id: bytes of
-    text} of the ids that are not special. embedded: how many ids the model has, see `load`.
+    text} of the ids that are not special.
     """
 
     def __init__(self, name, vocab_size, separators, lengths):
@@ -56,13 +54,13 @@ class Tokenizer:
 
     def encode_batch(self, texts):
         """An array of ids (self.dtype) for each text; long ones are encoded in parts."""
-        found = [[] for _ in texts]
-        numbered = ((i, part) for i, text in enumerate(texts) for part in parts([text]))
-        for batch in batched(numbered, lambda item: len(item[1]), size=LONG):
-            numbers, pieces = zip(*batch)
-            for number, row in zip(numbers, self._encode([*pieces])):
-                found[number].append(np.asarray(row, self.dtype))
-        return [np.concatenate(rows) for rows in found]
+        if sum(map(len, texts)) <= LONG:
+            return [np.asarray(row, self.dtype) for row in self._encode([*texts])]
+        found = []
+        for text in texts:
+            rows = [self.encode_batch([part])[0] for part in parts([text])]
+            found.append(np.concatenate(rows))
+        return found
 
     def rows(self, documents):
         """Yields the ids of each Document's text after a separator."""
@@ -120,9 +118,6 @@ class Tiktoken(Tokenizer):
     def _encode(self, texts):
         return self.encoding.encode_ordinary_batch(texts)
 
-    def encode_special(self, text):
-        return self.encoding.encode(text, allowed_special="all")
-
     def _decode(self, ids):
         # a model with a padded vocabulary may sample ids that the encoding lacks
         return self.encoding.decode([i for i in ids if i in self.known])
@@ -159,15 +154,14 @@ class HuggingFace(Tokenizer):
         self.inner = Inner.from_str(text)
         self.inner.no_truncation()
         self.inner.no_padding()
-        if getattr(self.inner.model, "dropout", None):
-            raise UserError(f"tokenizer={name}: its dropout gives random ids; set it to null there")
+        if hasattr(self.inner.model, "dropout"):
+            self.inner.model.dropout = None  # which would give random ids
         if others := other_tokens(self.inner, folder):
             raise UserError(
                 f"tokenizer={name}: files beside it give {listed(others)}, which tokenizer.json "
                 f"lacks; transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
                 f".save_pretrained({str(folder)!r}) writes them into it"
             )
-        first = self.inner.encode("a").ids[:1]
         if not self._encode([UNKNOWN])[0]:
             warn(
                 f"tokenizer={name} drops characters that it lacks; one of bytes, or with "
@@ -175,7 +169,7 @@ class HuggingFace(Tokenizer):
             )
         added = self.inner.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        separators = self._separators(first, folder)
+        separators = self._separators(folder)
         if not separators:
             raise UserError(f"tokenizer={name} has none of the separators {', '.join(SEPARATORS)}")
         self.text = text
@@ -187,11 +181,9 @@ class HuggingFace(Tokenizer):
         super().__init__(name, max(vocabulary.values()) + 1, separators, lengths)
         self.folder = folder
 
-    def _separators(self, first, folder):
-        """Ids that may precede a document, the best one first.
-
-        first: [id] that the tokenizer.json itself puts before a text.
-        """
+    def _separators(self, folder):
+        """Ids that may precede a document, the best one first."""
+        first = self.inner.encode("a").ids[:1]  # which the tokenizer itself may put before a text
         names = [name for name, i in self.special.items() if [i] == first]
         bos = special_tokens(folder).get("bos_token")
         if token_files(folder).get("add_bos_token"):
@@ -212,11 +204,7 @@ class HuggingFace(Tokenizer):
     def parse(self, text):
         """The `ids` and `offsets` of a text whose special tokens are parsed."""
         self.inner.encode_special_tokens = False
-        with as_user_error(f"tokenizer={self.name} fails"):
-            return self.inner.encode(text, add_special_tokens=False)
-
-    def encode_special(self, text):
-        return self.parse(text).ids
+        return self.inner.encode(text, add_special_tokens=False)
 
     def _decode(self, ids):
         return self.inner.decode(ids, skip_special_tokens=False)
@@ -230,18 +218,6 @@ def load(name, vocab_size=None):
 
     Raises UserError.
     """
-    tokenizer = read(name)
-    tokenizer.embedded = vocab_size or tokenizer.vocab_size
-    if not fits(tokenizer.embedded, tokenizer.token_bytes(), tokenizer.eot):
-        raise UserError(
-            f"tokenizer={name} has {tokenizer.vocab_size:,} ids, the model {vocab_size:,}; "
-            "give the tokenizer that it was trained with"
-        )
-    return tokenizer
-
-
-def read(name):
-    """As `load`, for a model of any size."""
     path = file_of(name)
     if name == "bytes":
         encoding = tiktoken.Encoding(
@@ -250,22 +226,29 @@ def read(name):
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256},
         )
-        return Tiktoken(name, encoding)
-    if built_in(name):
+        tokenizer = Tiktoken(name, encoding)
+    elif built_in(name):
         with as_user_error(
             f"tokenizer={name}: not fetched; go online once, set TIKTOKEN_CACHE_DIR to a filled "
             "cache, or give a tokenizer.json"
         ):
-            return Tiktoken(name, tiktoken.get_encoding(name))
-    if path and path.is_file():
+            tokenizer = Tiktoken(name, tiktoken.get_encoding(name))
+    elif path.is_file():
         with as_user_error(f"tokenizer={name} is not a tokenizer.json"):
-            return HuggingFace(name, path.read_text("utf-8"), path.parent)
-    raise UserError(
-        f"tokenizer={name}: no such file or encoding; expected bytes, "
-        f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder; of other "
-        f"files transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r}) "
-        "makes one"
-    )
+            tokenizer = HuggingFace(name, path.read_text("utf-8"), path.parent)
+    else:
+        raise UserError(
+            f"tokenizer={name}: no such file or encoding; expected bytes, "
+            f"{', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json or its folder; of "
+            f"other files transformers.AutoTokenizer.from_pretrained({name!r})"
+            f".save_pretrained({name!r}) makes one"
+        )
+    if vocab_size and not fits(vocab_size, tokenizer.token_bytes(), tokenizer.eot):
+        raise UserError(
+            f"tokenizer={name} has {tokenizer.vocab_size:,} ids, the model {vocab_size:,}; "
+            "give the tokenizer that it was trained with"
+        )
+    return tokenizer
 
 
 def fits(vocab_size, token_bytes, eot):
@@ -283,40 +266,20 @@ def file_of(name):
     if built_in(name):
         return None
     path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    return path if path.suffix == ".json" else None
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def beside(folder):
     """Paths of the files that go with a folder's tokenizer and may be copied."""
-    found = [file_beside(folder, name) for name in BESIDE]
-    return [path for path in found if path]
-
-
-def file_beside(folder, name):
-    """The path of a file in a folder; None without one.
-
-    A link out of the folder counts as none: a stranger's may name any file of this machine. But a
-    hub's cache consists of links, into its own blobs/.
-    """
-    if folder is None or not Path(folder, name).is_file():
-        return None
-    path = Path(folder, name)
-    to = path.resolve().parent
-    if to != path.parent.resolve() and to.name != "blobs":
-        warn_once(f"{path} is a link out of its folder; it is left out")
-        return None
-    return path
-
-
-warn_once = functools.cache(warn)  # not at each checkpoint
+    paths = [Path(folder, name) for name in BESIDE] if folder else []
+    return [path for path in paths if path.is_file()]
 
 
 def read_beside(folder, name):
     """The object in a JSON file beside a tokenizer or weights, {} if there is no such file."""
-    path = file_beside(folder, name)
-    return read_json(path) if path else {}
+    if folder and Path(folder, name).is_file():
+        return read_json(Path(folder, name))
+    return {}
 
 
 def token_files(folder):

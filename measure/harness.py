@@ -134,15 +134,12 @@ class LanguageModel(TemplateLM):
         if not 0 < most < self.limit:
             raise UserError(f"gen_kwargs: max_gen_toks={most}; expected 1 to {self.limit - 1}")
         ids = self.tok_encode(context)[most - self.limit :] or [self.tokenizer.eot]
-        idx = torch.tensor([ids], device=parallel.device_of(self.model))
         new = []
         text = ""
         stops = [stop for stop in options["until"] if stop]
-        top_k = options.get("top_k")
-        for column in sampling.steps(self.model, idx, most, temperature, top_k, seed, cache):
-            if column.item() in self.tokenizer.ends:
-                break
-            new.append(column.item())
+        steps = most, temperature, options.get("top_k"), seed, cache
+        for new_id in sampling.continued(self.model, self.tokenizer, ids, *steps):
+            new.append(new_id)
             text = self.tokenizer.decode(new)
             if any(stop in text for stop in stops):
                 break

@@ -126,7 +126,7 @@ def refuse_other_tokenizer(cfg, tokenizer):
         sizes = read_token_bytes(folder)
         if name == tokenizer or sizes is None:
             continue
-        if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
+        if not np.array_equal(tokenizers.load(tokenizer).token_bytes(), sizes):
             why = f"the weights of init_from={cfg.init_from} use {tokenizer}"
             make = f"python fineweb.py --tokenizer={shlex.quote(tokenizer)}"
             raise DataError(

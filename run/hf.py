@@ -5,8 +5,9 @@ i with i + D/2 there too, so that q and k need no permutation. train.py reads th
 --init_from=hf:NAME before it imports torch: functions that need torch import it.
 """
 
+import itertools
 import shutil
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
@@ -24,12 +25,9 @@ class GPT2:
     name = "gpt2"
     architecture = "GPT2LMHeadModel"
     embedding = "transformer.wte.weight"
-    settings = {  # {setting: values that the class computes, the usual first}; others are to be off
-        "norm": ["layernorm"],
-        "positions": ["learned"],
-        "mlp": ["gelu", "relu2"],
-        "bias": [True],
-    }
+    # settings that no key has, and what an absent key means
+    values = dict(norm="layernorm", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
+    folded = {}  # other values of these settings, which exports may have
     keys = {  # {key of config.json: our setting}
         "vocab_size": "vocab_size",
         "n_layer": "n_layer",
@@ -37,32 +35,26 @@ class GPT2:
         "n_embd": "n_embd",
         "n_positions": "block_size",
         "n_inner": "n_hidden",
-        "activation_function": "mlp",
         "layer_norm_epsilon": "norm_eps",
         "tie_word_embeddings": "tie_embeddings",
     }
-    # further keys of exports
-    written = {"embd_pdrop": "dropout", "attn_pdrop": "dropout", "resid_pdrop": "dropout"}
-    # what absent keys mean
-    absent = {"activation_function": "gelu_new", "tie_word_embeddings": True}
-    # {activation: our mlp}
-    mlps = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}
+    dropouts = ["embd_pdrop", "attn_pdrop", "resid_pdrop"]  # keys of exports
     allowed = {  # {key: values that model.py computes, the first where it is absent}
         "scale_attn_weights": [True],
         "scale_attn_by_inverse_layer_idx": [False],
-        "activation_function": [*mlps],
+        "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
     }
-    modules = {  # {theirs: ours}, {} is the number of a block; `parts_of` has the rows of ours
-        "transformer.wte": "wte",
-        "transformer.wpe": "wpe",
-        "transformer.h.{}.ln_1": "blocks.{}.norm_1",
-        "transformer.h.{}.attn.c_attn": "blocks.{}.attn.qkv",
-        "transformer.h.{}.attn.c_proj": "blocks.{}.attn.proj",
-        "transformer.h.{}.ln_2": "blocks.{}.norm_2",
-        "transformer.h.{}.mlp.c_fc": "blocks.{}.mlp.up",
-        "transformer.h.{}.mlp.c_proj": "blocks.{}.mlp.proj",
-        "transformer.ln_f": "norm",
-        "lm_head": "head",
+    modules = {  # {ours: theirs}, {} is the number of a block
+        "wte": ["transformer.wte"],
+        "wpe": ["transformer.wpe"],
+        "blocks.{}.norm_1": ["transformer.h.{}.ln_1"],
+        "blocks.{}.attn.qkv": ["transformer.h.{}.attn.c_attn"],
+        "blocks.{}.attn.proj": ["transformer.h.{}.attn.c_proj"],
+        "blocks.{}.norm_2": ["transformer.h.{}.ln_2"],
+        "blocks.{}.mlp.up": ["transformer.h.{}.mlp.c_fc"],
+        "blocks.{}.mlp.proj": ["transformer.h.{}.mlp.c_proj"],
+        "norm": ["transformer.ln_f"],
+        "head": ["lm_head"],
     }
 
 
@@ -70,12 +62,16 @@ class Llama:
     name = "llama"
     architecture = "LlamaForCausalLM"
     embedding = "model.embed_tokens.weight"
-    settings = {
-        "embed_norm": [False, True],  # an export folds it into the embedding
-        "norm": ["rmsnorm"],
-        "positions": ["rope"],
-        "mlp": ["swiglu", "relu2"],
-    }
+    values = dict(
+        norm="rmsnorm",
+        positions="rope",
+        mlp="swiglu",
+        bias=False,
+        tie_embeddings=False,
+        rope_theta=10000.0,
+    )
+    # the norm in the embedding, relu2 as relu(gate) * up with gate = up
+    folded = dict(embed_norm=True, mlp="relu2")
     keys = {
         "vocab_size": "vocab_size",
         "max_position_embeddings": "block_size",
@@ -84,25 +80,14 @@ class Llama:
         "num_key_value_heads": "n_kv_head",
         "hidden_size": "n_embd",
         "intermediate_size": "n_hidden",
-        "hidden_act": "mlp",
         "rms_norm_eps": "norm_eps",
+        "attention_bias": "bias",
         "mlp_bias": "bias",
         "tie_word_embeddings": "tie_embeddings",
         "rope_theta": "rope_theta",
         "head_dim": "head_dim",
     }
-    written = {
-        "attention_bias": "bias",
-        "rope_scaling": "scaling",
-    }
-    absent = {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-    }
-    mlps = {"silu": "swiglu", "relu": "relu2"}  # relu(gate) * up, with gate = up
+    dropouts = []
     allowed = {
         "rope_type": ["default", "llama3"],
         "partial_rotary_factor": [1.0],
@@ -110,40 +95,41 @@ class Llama:
         "high_freq_factor": [4.0],
         "hidden_act": ["silu"],  # relu in exports alone: others' gates are not equal to up
     }
-    modules = {
-        "model.embed_tokens": "wte",
-        "model.layers.{}.input_layernorm": "blocks.{}.norm_1",
-        "model.layers.{}.self_attn.q_proj": "blocks.{}.attn.qkv",
-        "model.layers.{}.self_attn.k_proj": "blocks.{}.attn.qkv",
-        "model.layers.{}.self_attn.v_proj": "blocks.{}.attn.qkv",
-        "model.layers.{}.self_attn.o_proj": "blocks.{}.attn.proj",
-        "model.layers.{}.post_attention_layernorm": "blocks.{}.norm_2",
-        "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate_up",
-        "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.gate_up",
-        "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.proj",
-        "model.norm": "norm",
-        "lm_head": "head",
+    modules = {  # several in the order of their rows
+        "wte": ["model.embed_tokens"],
+        "blocks.{}.norm_1": ["model.layers.{}.input_layernorm"],
+        "blocks.{}.attn.qkv": [
+            "model.layers.{}.self_attn.q_proj",
+            "model.layers.{}.self_attn.k_proj",
+            "model.layers.{}.self_attn.v_proj",
+        ],
+        "blocks.{}.attn.proj": ["model.layers.{}.self_attn.o_proj"],
+        "blocks.{}.norm_2": ["model.layers.{}.post_attention_layernorm"],
+        "blocks.{}.mlp.gate_up": [
+            "model.layers.{}.mlp.gate_proj",
+            "model.layers.{}.mlp.up_proj",
+        ],
+        "blocks.{}.mlp.proj": ["model.layers.{}.mlp.down_proj"],
+        "norm": ["model.norm"],
+        "head": ["lm_head"],
     }
 
 
 class Qwen3(Llama):
     name = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    settings = Llama.settings | {"qk_norm": [True], "bias": [False]}
+    values = Llama.values | dict(qk_norm=True)
     keys = {key: name for key, name in Llama.keys.items() if name != "bias"}
-    absent = Llama.absent | {"num_key_value_heads": 32, "head_dim": 128}
     allowed = Llama.allowed | {"attention_bias": [False], "use_sliding_window": [False]}
     modules = Llama.modules | {
-        "model.layers.{}.self_attn.q_norm": "blocks.{}.attn.q_norm",
-        "model.layers.{}.self_attn.k_norm": "blocks.{}.attn.k_norm",
+        "blocks.{}.attn.q_norm": ["model.layers.{}.self_attn.q_norm"],
+        "blocks.{}.attn.k_norm": ["model.layers.{}.self_attn.k_norm"],
     }
 
 
 class Mistral(Llama):  # read, not written: it is a Llama
     name = "mistral"
     keys = Qwen3.keys
-    settings = Llama.settings | {"bias": [False]}
-    absent = Llama.absent | {"num_key_value_heads": 8, "sliding_window": 4096}
     allowed = Llama.allowed | {"sliding_window": [None]}
 
 
@@ -156,10 +142,9 @@ TABLES = ("wte", "wpe", "head")  # without biases
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", *VOCABULARIES]  # of weights on the hub
 INDEX = "model.safetensors.index.json"  # {tensor: its file} of weights in several files
-SHAPE = [field.name for field in fields(GPTConfig)]
-# settings that do not change what is computed, or are written or refused by other means
+# settings that do not change what is computed, or are written by other means
 WITHOUT_EFFECT = (
-    "vocab_multiple attention dropout zero_init bias rope_theta rope_factor rope_original".split()
+    "vocab_multiple attention dropout zero_init rope_theta rope_factor rope_original".split()
 )
 
 
@@ -182,11 +167,6 @@ def adopt(given, files=FILES):
     shape = read_config(fetch(name[3:], files))
     # at most the default, since weights may have a longer context
     shape.block_size = min(shape.block_size, GPTConfig.block_size)
-    wanted = replace(shape, **{k: v for k, v in given.items() if k in vars(shape)})
-    if wrong := shape.differences(wanted, ["vocab_multiple", "block_size"]):
-        raise UserError(
-            f"init_from={name} has another shape: {'; '.join(wrong)}; leave these settings out"
-        )
     return vars(shape) | given
 
 
@@ -211,13 +191,11 @@ def read_config(folder):
     hf = {"model_type": None} | read_json(path)
     refuse_others(path, hf, dict(model_type=[*FAMILIES]))
     family = FAMILIES[hf["model_type"]]
-    rope = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    hf = family.absent | hf | rope
+    hf |= (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
     hf.setdefault("rope_type", hf.get("type", "default"))
     refuse_others(path, hf, family.allowed)
-    settings = {name: values[0] for name, values in family.settings.items()}
-    settings |= {name: hf.get(key) for key, name in family.keys.items()}
-    settings["mlp"] = family.mlps[settings["mlp"]]
+    settings = dict.fromkeys(family.keys.values()) | family.values
+    settings |= {name: hf[key] for key, name in family.keys.items() if key in hf}
     if hf["rope_type"] == "llama3":
         settings |= {name: hf[key] for key, name in SCALING.items()}
     cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
@@ -239,78 +217,55 @@ def family_of(cfg):
     family = GPT2 if cfg.positions == "learned" else Llama
     if cfg.qk_norm and family is Llama:
         family = Qwen3
-    known = dict.fromkeys(SHAPE, [None, 0])  # off
-    for name in (*family.keys.values(), *WITHOUT_EFFECT):
-        known[name] = [getattr(cfg, name)]
-    known |= family.settings
-    wrong = [
-        f"{k}={getattr(cfg, k)}" for k, values in known.items() if getattr(cfg, k) not in values
-    ]
+    values = vars(GPTConfig()) | family.values
+    free = {*family.keys.values(), *WITHOUT_EFFECT}
+    wrong = []
+    for name in sorted(values.keys() - free):
+        own = getattr(cfg, name)
+        if own not in (values[name], family.folded.get(name)):
+            wrong.append(f"{name}={own}")
+    if cfg.embed_norm and cfg.tie_embeddings:
+        wrong.append("embed_norm=True with a tied head")
     if wrong:
         raise UserError(f"it cannot be exported: a {family.name} has no {', '.join(wrong)}")
     return family
 
 
-def config_json(cfg, dtype, ids):
-    """The content of config.json as transformers 4 writes it, with the ids of `write_tokenizer`."""
+def config_json(cfg, dtype):
+    """The content of config.json as transformers 4 writes it; `write_tokenizer` writes the ends."""
     family = family_of(cfg)
-    values = vars(cfg) | dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, scaling=None)
-    values["head_dim"] = cfg.head_size
-    values["mlp"] = next(theirs for theirs, ours in family.mlps.items() if ours == cfg.mlp)
-    if cfg.embed_norm:  # which is folded into the embedding alone
-        values["tie_embeddings"] = False
-    if cfg.rope_factor:
+    own = dict(n_kv_head=cfg.kv_heads, n_hidden=cfg.mlp_hidden, head_dim=cfg.head_size)
+    values = vars(cfg) | own
+    config = {key: values[name] for key, name in family.keys.items()}
+    config |= dict.fromkeys(family.dropouts, cfg.dropout)
+    if cfg.mlp == "relu2":
+        config["hidden_act"] = "relu"
+    if cfg.rope_factor and cfg.positions == "rope":
         scaling = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
-        values["scaling"] = scaling | {key: values[name] for key, name in SCALING.items()}
-    config = {key: values[name] for key, name in (family.keys | family.written).items()}
+        config["rope_scaling"] = scaling | {key: values[name] for key, name in SCALING.items()}
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
-    return config | dict(bos_token_id=None, eos_token_id=None) | ids
+    return config | dict(bos_token_id=None, eos_token_id=None)
 
 
 # -- tensors
 
 
-def parts_of(cfg):
-    """{their name: (our name, rows of ours)} of all tensors of a Hugging Face model."""
-    q = cfg.n_head * cfg.head_size
-    kv = cfg.kv_heads * cfg.head_size
-    rows = dict.fromkeys(["wte", "embed_tokens", "lm_head"], slice(0, cfg.vocab_size))
-    rows |= dict(q_proj=slice(0, q), k_proj=slice(q, q + kv), v_proj=slice(q + kv, q + 2 * kv))
-    if cfg.mlp == "swiglu":
-        hidden = cfg.mlp_hidden
-        rows |= dict(gate_proj=slice(0, hidden), up_proj=slice(hidden, 2 * hidden))
-    parts = {}
-    for theirs, ours in family_of(cfg).modules.items():
+def names_of(cfg):
+    """{our name: their names} of all tensors of a Hugging Face model."""
+    found = {}
+    for ours, theirs in family_of(cfg).modules.items():
         if ours == "head" and cfg.tie_embeddings:
-            if not cfg.embed_norm:  # it is the embedding
-                continue
-            ours = "wte"  # without the norm, which is folded into the embedding alone
+            continue
         if cfg.mlp == "relu2":  # its one matrix is both gate and up of a Llama
             ours = ours.replace("gate_up", "up")
         kinds = ["weight"]
         if cfg.bias and ours not in TABLES and (cfg.norm == "layernorm" or "norm" not in ours):
             kinds.append("bias")
-        own_rows = rows.get(theirs.rpartition(".")[2], ...)
-        for i in range(cfg.n_layer if "{}" in theirs else 1):
+        for i in range(cfg.n_layer if "{}" in ours else 1):
             for kind in kinds:
-                parts[f"{theirs}.{kind}".format(i)] = f"{ours}.{kind}".format(i), own_rows
-    return parts
-
-
-def refuse_edits(model, parts):
-    """Raises UserError where a model has other parameters than its export, by `parts_of`."""
-    own = model.state_dict()
-    if model.cfg.tie_embeddings:
-        del own["head.weight"]
-    rows_of = dict(parts.values())  # of the last part, which has the last rows
-    edited = own.keys() ^ rows_of.keys()
-    for name in own.keys() - edited:
-        rows = rows_of[name]  # a table may be padded
-        if rows is not ... and rows.stop not in (len(own[name]), model.cfg.vocab_size):
-            edited.add(name)
-    if edited:
-        than = f"a {family_of(model.cfg).name}"
-        raise UserError(f"model.py has other parameters than {than}: {listed(sorted(edited))}")
+                own = [f"{module}.{kind}".format(i) for module in theirs]
+                found[f"{ours}.{kind}".format(i)] = own
+    return found
 
 
 def in_layout(theirs, tensor):
@@ -358,13 +313,12 @@ def open_hf(name):
         head = theirs.pop(HEAD)
         if not head.equal(theirs.setdefault(family.embedding, head)):  # it may be the only copy
             raise UserError(f"{folder}: its head is not the embedding that config.json ties it to")
-    parts = parts_of(cfg)
-    if wrong := sorted(theirs.keys() ^ parts.keys()):
+    names = names_of(cfg)
+    if wrong := sorted(theirs.keys() ^ {*itertools.chain(*names.values())}):
         raise UserError(f"{folder}: its config.json and tensors differ in {listed(wrong)}")
-    ours = {}
-    for name, (own, _) in parts.items():
-        ours.setdefault(own, []).append(in_layout(name, theirs[name]))
-    tensors = {name: Stacked(own) for name, own in ours.items()}
+    tensors = {}
+    for ours, own in names.items():
+        tensors[ours] = Stacked([in_layout(name, theirs[name]) for name in own])
     return SavedModel(tensors, cfg, cfg.tokenizer)
 
 
@@ -384,45 +338,54 @@ class Stacked:
 # -- exports
 
 
-def save_hf(model, path, dtype="float32", tensors=None, tokenizer=None):
+def save_hf(cfg, tensors, path, dtype="float32", tokenizer=None):
     """Writes a folder that AutoModelForCausalLM loads; config.json, without which none does, last.
 
-    tensors: {name: tensor or one that is read by rows}; None: the model's. The export is in memory.
+    tensors: {name: tensor or one that is read by rows} of a model of GPTConfig `cfg`. The export is
+    in memory. Raises UserError where model.py has other parameters than the class.
     """
     path = Path(path)
-    parts = parts_of(model.cfg)
-    refuse_edits(model, parts)
-    theirs = exported(model.cfg, parts, tensors or model.state_dict(), dtype)
+    theirs = exported(cfg, tensors, dtype)
     with as_user_error(f"{path}: cannot be written"):
         path.mkdir(parents=True, exist_ok=True)
-        ids = write_tokenizer(path, tokenizer) if tokenizer else {}
+        if tokenizer:
+            write_tokenizer(path, tokenizer)
         huggingface_hub.save_torch_state_dict(theirs, path)
         for file in path.glob("*.safetensors"):
             by_umask(file)
-        write_json(path / "config.json", config_json(model.cfg, dtype, ids))
+        write_json(path / "config.json", config_json(cfg, dtype))
     return path
 
 
-def exported(cfg, parts, tensors, dtype):
+def exported(cfg, tensors, dtype):
     """{their name: tensor}"""
     import torch
 
+    names = names_of(cfg)
+    if edited := sorted((tensors.keys() ^ names.keys()) - {"head.weight"}):  # it may be tied
+        name = family_of(cfg).name
+        raise UserError(f"model.py has other parameters than a {name}: {listed(edited)}")
+    kv = cfg.kv_heads * cfg.head_size
+    rows = {"qkv": [cfg.attention_width, kv, kv], "gate_up": [cfg.mlp_hidden, cfg.mlp_hidden]}
     found = {}
-    for name, (ours, rows) in parts.items():
-        tensor = tensors[ours][rows].cpu()
-        if cfg.embed_norm and name == Llama.embedding:
-            shape = tensor.shape[1:]
-            tensor = torch.nn.functional.rms_norm(tensor.float(), shape, eps=cfg.norm_eps)
-        # a copy: two names may have the same rows
-        found[name] = in_layout(name, tensor).to(getattr(torch, dtype), copy=True)
+    for ours, theirs in names.items():
+        module = ours.split(".")[-2]
+        tensor = tensors[ours][...].cpu()
+        if module in ("wte", "head"):
+            tensor = tensor[: cfg.vocab_size]  # without padding
+        parts = [tensor] * len(theirs)
+        if module in rows and len(theirs) > 1:
+            parts = tensor.split(rows[module])
+        for name, part in zip(theirs, parts):
+            if cfg.embed_norm and name == Llama.embedding:
+                part = torch.nn.functional.rms_norm(part.float(), part.shape[1:], eps=cfg.norm_eps)
+            # a copy: gate and up may be the same rows
+            found[name] = in_layout(name, part).to(getattr(torch, dtype), copy=True)
     return found
 
 
 def write_tokenizer(folder, tokenizer):
-    """Writes the files of a tokenizer and of generation; those that lie beside its own are copied.
-
-    Returns {"bos_token_id": ..., "eos_token_id": ...}.
-    """
+    """Writes a tokenizer's and generation's files; those that lie beside its own are copied."""
     from corpus import chat
     from corpus import tokenizer as tokenizers
 
@@ -442,4 +405,3 @@ def write_tokenizer(folder, tokenizer):
     # stop_ids reads this file too
     generation["eos_token_id"] = sorted(tokenizer.ends | chat.stop_ids(folder, tokenizer))
     write_json(folder / file, generation)
-    return {key: generation[key] for key in ("bos_token_id", "eos_token_id")}

@@ -6,10 +6,12 @@ token it proves itself on a narrow copy of the model, or is left out. On a GPU t
 step is one CUDA graph.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from fast import forms
 from kernels import BACKENDS
 from scale import context_parallel, generators, parallel
 from scale.cuda_graph import waits
-from system.errors import UserError, is_rank_0, say, warn
+from system.errors import UserError, warn
 
 TRIAL_TOKENS = 64  # on which a KV cache proves itself
 MARKS = 8  # channels of a key that say whether there is one: as many as flash attention pads to
@@ -30,88 +32,51 @@ NO_KEY = -1e4  # in these channels: the softmax of such a key is zero
 def texts(model, tokenizer, prompt, n, **options):
     """n strings that continue `prompt`, and include it; each ends at the end of its document.
 
-    options: of `generate`.
+    options: of `steps`.
     """
-    row = [tokenizer.eot, *tokenizer.encode(prompt)]
+    shown = tokenizer.encode(prompt)
+    row = [tokenizer.eot, *shown]
     ids = torch.tensor([row] * n, device=parallel.device_of(model))
+    columns = steps(model, ids, cache=make_cache(model, tokenizer.eot), **options)
     found = []
-    for row in generate(model, ids, **options)[:, 1:].tolist():
-        found.append(tokenizer.decode(itertools.takewhile(lambda i: i not in tokenizer.ends, row)))
+    for row in zip(*columns):
+        new = itertools.takewhile(lambda i: i not in tokenizer.ends, row)
+        found.append(tokenizer.decode([*shown, *new]))
     return found
 
 
-class Printer:
-    """Prints texts on rank 0 as a model writes them, by a sample.Config.
+def continued(model, tokenizer, ids, *options):
+    """Yields the ids that continue the list `ids` up to the end of its text.
 
-    It needs the autocast context of the run, also to be made.
+    options: of `steps`. With parallel=fsdp a rank whose text has ended goes on computing, since the
+    others' forwards gather its weights.
     """
-
-    def __init__(self, model, tokenizer, cfg):
-        self.model, self.tokenizer, self.cfg = model, tokenizer, cfg
-        self.cache = make_cache(model, tokenizer.eot) if cfg.cache else None  # for all texts
-
-    def __call__(self, ids, seed, shown=()):
-        """Prints the text of the ids `shown` and of those that continue the list `ids`.
-
-        Returns the new ids. With parallel=fsdp a rank whose text has ended goes on computing, since
-        the others' forwards gather its weights.
-        """
-        cfg = self.cfg
-        idx = torch.tensor([ids], device=parallel.device_of(self.model))
-        options = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed, self.cache)
-        divided = parallel.units(self.model)
-        new = []
-        ended = False
-        printed = self.show(shown)
-        for column in steps(self.model, idx, *options):
-            ended = ended or cfg.stop and column.item() in self.tokenizer.ends
-            if not ended:
-                new.append(column.item())
-                printed = self.show([*shown, *new], printed)
-            elif not divided:
-                break
-        self.show([*shown, *new], printed, end="\n")
-        return new
-
-    def show(self, ids, printed="", end=""):
-        """Prints what the text of ids has behind `printed`; returns all that is printed.
-
-        An incomplete character waits for its rest, until the end.
-        """
-        text = self.tokenizer.decode(ids)
-        if text.endswith("\ufffd") and not end:
-            return printed
-        if is_rank_0():
-            say(text[len(printed) :], end=end)
-        return text
-
-
-def generate(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
-    """Continues each row of ids (B, T) int64 by max_new_tokens; returns (B, T + max_new_tokens)."""
-    columns = [ids]
-    for new in steps(model, ids, max_new_tokens, temperature, top_k, seed, cached):
-        columns.append(new[:, None].to(ids.device))
-    return torch.cat(columns, 1)
+    columns = steps(model, torch.tensor([ids], device=parallel.device_of(model)), *options)
+    for (new,) in columns:
+        if new in tokenizer.ends:
+            break
+        yield new
+    if parallel.units(model):
+        for _ in columns:
+            pass
 
 
 @torch.no_grad()
-def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cached=True):
-    """Yields the next id of each row of ids (B, T) int64, (B,) on the host, max_new_tokens times.
+def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache=None):
+    """Yields the next ids of the rows of ids (B, T) int64, a list of B, max_new_tokens times.
 
-    cached: True, a KVCache, or None or False for none. Beyond block_size tokens, or without a
-    cache, a step computes the last block_size tokens.
+    cache: a KVCache of the model. Beyond block_size tokens, or without it, a step computes the last
+    block_size tokens.
     """
     limit = model.cfg.block_size
     generator = torch.Generator(ids.device).manual_seed(seed)
-    if cached is True:
-        cached = make_cache(model, ids[0, 0].item())
-    if cached and ids.size(1) <= limit:
-        cached.prefill(ids[:, :-1], room=min(ids.size(1) + max_new_tokens, limit))
+    if cache and ids.size(1) <= limit:
+        cache.prefill(ids[:, :-1], room=min(ids.size(1) + max_new_tokens, limit))
     before = None
     for _ in range(max_new_tokens):
         T = ids.size(1)
-        if cached and T <= limit:
-            logits = cached.step(ids[:, -1], T - 1)
+        if cache and T <= limit:
+            logits = cache.step(ids[:, -1], T - 1)
         else:
             n = min(T, limit)
             width = min(limit, math.ceil(n / 64) * 64)  # an edit may merge two or four tokens
@@ -125,10 +90,10 @@ def steps(model, ids, max_new_tokens, temperature=1.0, top_k=None, seed=0, cache
         ids = torch.cat((ids, new[:, None]), 1)
         new = parallel.Later(new)
         if before:  # a GPU has begun this step when the host waits for the one before
-            yield torch.tensor(before.get())
+            yield before.get()
         before = new
     if before:
-        yield torch.tensor(before.get())
+        yield before.get()
 
 
 def draw_token(logits, temperature, top_k, generator):
@@ -149,50 +114,40 @@ def draw_token(logits, temperature, top_k, generator):
 def make_cache(model, separator):
     """A KVCache; None, with a warning, where it does not hold for this model.py.
 
-    separator: an id that is among those of the proof, since an edit may count from it on.
+    separator: an id that is among those of the trial, since an edit may count from it on.
     """
     if why := objection(model, separator):
         return without("a KV cache", why)
     return KVCache(model)
 
 
-@functools.lru_cache(1)  # of the last model: it proves itself once
+@functools.lru_cache(1)  # of the last model: it is tried once
 @torch.no_grad()
 def objection(model, separator):
-    """Why no cache holds for a model, or None."""
+    """Why no cache holds for a model, or None.
+
+    A narrow copy on the CPU, in float32 and with random weights, has to have the same logits with
+    a cache as without.
+    """
+    cfg = dataclasses.replace(model.cfg.narrow(), attention="math", dropout=0.0)
+    T = min(cfg.block_size, TRIAL_TOKENS)
+    first = T // 2
     try:
         KVCache(model)
         with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
-            difference = error_of_cache(narrow_copy(model.cfg), separator)
+            small = models.build(cfg, torch.device("cpu"), seed=0).eval()
+            for parameter in small.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))  # first values may be zero
+            ids = torch.randint(cfg.vocab_size, (1, T))
+            ids[:, ::5] = separator
+            expected = small.logits(ids)[0, first:]
+            cache = KVCache(small)
+            cache.prefill(ids[:, :first], room=T)
+            found = torch.cat([cache.step(ids[:, t], t) for t in range(first, T)])
     except Exception as error:  # of any type: an edit's
         return f"{type(error).__name__}: {error}"
-    if not difference < 1e-4:  # rounding makes 1e-6
+    if not (found - expected).std() < 1e-4 * expected.std():  # rounding makes 1e-6
         return "model.py mixes tokens outside of attn.core"
-
-
-def narrow_copy(cfg):
-    """A model of the same code and heads, of 8 channels each, on the CPU, with random weights.
-
-    They are float32, and not zero where initial weights may be.
-    """
-    narrow = dataclasses.replace(cfg.narrow(), attention="math", dropout=0.0)
-    small = models.build(narrow, torch.device("cpu"), seed=0)
-    for parameter in small.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return small.eval()
-
-
-def error_of_cache(model, separator):
-    """How far logits with a cache are from those without, in standard deviations of the latter."""
-    T = min(model.cfg.block_size, TRIAL_TOKENS)
-    first = T // 2
-    ids = torch.randint(model.cfg.vocab_size, (1, T))
-    ids[:, ::5] = separator
-    expected = model.logits(ids)[0, first:]
-    cache = KVCache(model)
-    cache.prefill(ids[:, :first], room=T)
-    found = torch.cat([cache.step(ids[:, t], t) for t in range(first, T)])
-    return (found - expected).std() / expected.std()
 
 
 @functools.cache  # once for each reason
@@ -258,18 +213,12 @@ class KVCache:
     def forward(self, ids, positions):
         """(B, T) ids at positions (T,) -> the logits behind the last, (B, V)."""
         self.calls = 0  # of attentions; a block may be used several times
-        before = [vars(module).get("core") for module in self.attentions]
-        try:
+        with contextlib.ExitStack() as for_this_forward:
+            for_this_forward.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self.attentions:
-                module.core = functools.partial(self.attend, positions, module.core)
-            with torch.compiler.set_stance("force_eager"):
-                return self.model.logits(ids, slice(-1, None), positions)[:, 0]
-        finally:
-            for module, core in zip(self.attentions, before):
-                if core is None:  # it was its class's
-                    del module.core
-                else:
-                    module.core = core
+                core = functools.partial(self.attend, positions, module.core)
+                for_this_forward.enter_context(mock.patch.object(module, "core", core))
+            return self.model.logits(ids, slice(-1, None), positions)[:, 0]
 
     def attend(self, positions, core, q, k, v, *options, **named):
         """attn.core for tokens at `positions`; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> as q."""

@@ -18,7 +18,7 @@ from conftest import flags, load_checkpoint, one_line, save_model, write_shard
 
 import sample
 from configurator import configure
-from corpus import chat, tokenizer
+from corpus import tokenizer
 from corpus.loader import DataError, TokenLoader
 from corpus.shards import verify
 from model import build
@@ -184,32 +184,6 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     words = [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]
     sample.main(configure(sample.Config, words))
     assert capsys.readouterr().out.startswith("ab")
-
-
-@pytest.mark.fault(97)
-def test_what_a_strangers_links_name_is_not_copied_out(tmp_path):
-    """But a hub's cache consists of links, into its own blobs/."""
-    text = ["".join(map(chr, range(32, 127)))]
-    folder, cache = tmp_path / "folder", tmp_path / "models--a/snapshots/1"
-    secret, blob = tmp_path / "secret.json", tmp_path / "models--a/blobs/2"
-    for path in (folder, cache, blob.parent):
-        path.mkdir(parents=True)
-    secret.write_text('{"key": "of another"}')
-    blob.write_text('{"eos_token": "a"}')
-    names = ("chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json")
-    for place, to in ((folder, secret), (cache, blob)):
-        tokenizer.write_characters([text], place / "tokenizer.json")
-        for name in names:
-            (place / name).symlink_to(to)
-    cfg = Config(**SMALL, tokenizer=str(folder))
-    model = build(cfg, CPU, seed=1)
-    saved = save_model(tmp_path / "run", model, cfg, 1)
-    assert {*names} & {path.name for path in saved.iterdir()} == set()
-    assert (saved / "tokenizer.json").exists()
-    assert tokenizer.load(str(folder)).special.keys() == {"<|endoftext|>"}
-    assert chat.template_of(folder) is None
-    saved = save_model(tmp_path / "other", model, Config(**SMALL, tokenizer=str(cache)), 1)
-    assert all((saved / name).read_text() == blob.read_text() for name in names)
 
 
 @pytest.mark.fault(47)

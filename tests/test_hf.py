@@ -97,10 +97,9 @@ def test_tuned_and_exported(weights, byte_data, tmp_path):
     cfg = settings(*words.split(), "--no_compile", "--no_prove")
     train.main(cfg)
     convert.main(convert.Config(checkpoint=str(run), to_hf=str(out)))
-    config = json.loads((out / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [10, 256])
     generation = AutoModelForCausalLM.from_pretrained(out).generation_config
-    assert (generation.eos_token_id, generation.max_length) == ([10, 256], 70)
+    assert (generation.bos_token_id, generation.max_length) == (1, 70)
+    assert generation.eos_token_id == [10, 256]
     theirs = AutoTokenizer.from_pretrained(out)
     assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
     assert theirs("aé")["input_ids"] == [97, 195, 169]

@@ -323,7 +323,7 @@ def test_hugging_face_weights_straight_into_shards(data_dir, tmp_path, family):
     shape = dict(n_kv_head=2, n_hidden=96, **LLAMA) if family == "llama" else {}
     shape |= dict(tie_embeddings=False)
     cfg = configure(Config, [str(ranks.ROOT / "config/test.py"), *flags("", "", **shape)[1:]])
-    hf.save_hf(build(cfg, CPU, seed=5), tmp_path / "hf")
+    hf.save_hf(cfg, build(cfg, CPU, seed=5).state_dict(), tmp_path / "hf")
     settings = dict(shape, eval_interval=1, max_steps=3, batch_size=2)
     settings["init_from"] = f"hf:{tmp_path / 'hf'}"
     train_here(data_dir, tmp_path / "one", **settings)

@@ -37,6 +37,14 @@ def random_model(**changes):
     return model
 
 
+def generate(model, ids, n, **options):
+    return torch.cat((ids.cpu(), torch.tensor([*sampling.steps(model, ids, n, **options)]).T), 1)
+
+
+def cached(model, ids, n, **options):
+    return generate(model, ids, n, cache=sampling.make_cache(model, 0), **options)
+
+
 def prompt(B, T):
     return torch.randint(0, 100, (B, T), generator=torch.Generator().manual_seed(B))
 
@@ -47,9 +55,9 @@ def test_tokens_are_those_without_a_cache(changes, B, T, new):
     """Across block_size = 40 tokens, and from a prompt beyond it; greedy and drawn."""
     model, ids = random_model(**changes), prompt(B, T)
     for options in (GREEDY, DRAWN):
-        found = sampling.generate(model, ids, new, **options)
+        found = cached(model, ids, new, **options)
         assert found.shape == (B, T + new) and len(found.unique()) > 2
-        assert torch.equal(found, sampling.generate(model, ids, new, **options, cached=False))
+        assert torch.equal(found, generate(model, ids, new, **options))
 
 
 @models
@@ -74,8 +82,8 @@ def test_one_cache_serves_texts_one_after_another():
     assert cache is not None
     for seed, begins, more in ((0, 5, 4), (1, 30, 9), (2, 12, 3), (2, 3, 40)):
         options = dict(DRAWN, seed=seed)
-        found = sampling.generate(model, ids[:, :begins], more, **options, cached=cache)
-        expected = sampling.generate(model, ids[:, :begins], more, **options, cached=False)
+        found = generate(model, ids[:, :begins], more, **options, cache=cache)
+        expected = generate(model, ids[:, :begins], more, **options)
         assert torch.equal(found, expected)
 
 
@@ -116,9 +124,9 @@ def test_an_edited_model_samples_without_a_cache_and_says_so(
     sampling.without.cache_clear()
     monkeypatch.setattr(owner, name, edit)
     model, ids = random_model(), prompt(1, 5)
-    expected = sampling.generate(model, ids, 8, temperature=0, cached=False)
+    expected = generate(model, ids, 8, temperature=0)
     for _ in range(2):
-        assert torch.equal(sampling.generate(model, ids, 8, temperature=0), expected)
+        assert torch.equal(cached(model, ids, 8, temperature=0), expected)
     said = capsys.readouterr().err
     assert words in said and said.count("warning: ") == said.count("\n") == bool(words)
 
@@ -129,12 +137,12 @@ def test_a_compiled_model_keeps_its_graphs(compiler):
     from torch._dynamo.utils import counters
 
     model, ids = random_model(n_layer=1, **LLAMA), prompt(2, 16)
-    expected = sampling.generate(model, ids, 8, temperature=0)
+    expected = cached(model, ids, 8, temperature=0)
     compile_model(model)
     loss, *_ = model(ids, ids)
     before = [list(vars(module)) for module in model.modules()]
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0 and torch.equal(sampling.generate(model, ids, 8, temperature=0), expected)
+    assert graphs > 0 and torch.equal(cached(model, ids, 8, temperature=0), expected)
     assert model(ids, ids)[0] == loss and counters["stats"]["unique_graphs"] == graphs
     assert [list(vars(module)) for module in model.modules()] == before
 
@@ -166,11 +174,11 @@ def test_a_graph_draws_the_same_tokens(changes, capsys):
     cache = sampling.make_cache(model, 0)
     for begin, more in ((10, 20), (1000, 40), (1000, 40)):
         for options in (GREEDY, DRAWN):
-            expected = sampling.generate(model, ids[:, :begin], more, **options, cached=False)
-            found = sampling.generate(model, ids[:, :begin], more, **options, cached=cache)
+            expected = generate(model, ids[:, :begin], more, **options)
+            found = generate(model, ids[:, :begin], more, **options, cache=cache)
             assert torch.equal(found, expected) and cache.graph is not None
     assert not capsys.readouterr().err
     model.norm.register_forward_hook(lambda _, args, y: print(end="" if y.sum().item() else " "))
-    assert torch.equal(sampling.generate(model, ids, 40, **DRAWN), found)
+    assert torch.equal(cached(model, ids, 40, **DRAWN), found)
     assert "without a CUDA graph" in capsys.readouterr().err
     torch.randn(8, device="cuda")  # the default generator still draws

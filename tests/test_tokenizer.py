@@ -97,6 +97,14 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(name, small, texts, monke
         assert found.tolist() == list(whole) and len(after) == 0 and tok.decode(before) == "a"
 
 
+def test_no_dropout_draws_other_ids(small, tmp_path):
+    content = json.loads(small.read_text("utf-8"))
+    content["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "def forward(self)" * 9
+    assert tokenizer.load(str(tmp_path)).encode(text) == tokenizer.load(str(small)).encode(text)
+
+
 def test_tokenizer_json(small, texts):
     reference = pytest.importorskip("tokenizers").Tokenizer.from_file(str(small))
     tok = tokenizer.load(str(small))
@@ -117,7 +125,6 @@ OTHER = {"400": dict(content="<|im_start|>", special=True)}
     ({}, "no such file"),
     ({"tokenizer.json": "{}"}, "is not a tokenizer.json"),
     ({"tokenizer.json": "PANIC"}, "PanicException"),
-    ({"tokenizer.json": "DROPOUT"}, "dropout"),
     ({"tokenizer.json": "GOOD", "tokenizer_config.json": {"added_tokens_decoder": OTHER}}, "im_st"),
     ({"tokenizer.json": "GOOD", "added_tokens.json": {"<pad>": 300}}, "<pad>"),
     ({"vocab.json": {}, "merges.txt": {}}, "save_pretrained"),
@@ -125,8 +132,7 @@ OTHER = {"400": dict(content="<|im_start|>", special=True)}
 def test_mistakes_are_one_line(files, word, tmp_path):
     good = json.loads(tokenizer.load("bytes").to_json())
     panics = dict(normalizer=dict(type="Precompiled", precompiled_charsmap="AAAA"))
-    drops = dict(model=good["model"] | dict(dropout=0.5))
-    texts = {"{}": {}, "GOOD": good, "PANIC": good | panics, "DROPOUT": good | drops}
+    texts = {"{}": {}, "GOOD": good, "PANIC": good | panics}
     for name, content in files.items():
         content = texts[content] if isinstance(content, str) else content
         (tmp_path / name).write_text(json.dumps(content))
@@ -198,7 +204,7 @@ def test_tokens_that_stand_beside_a_tokenizer_json_alone_are_refused(name, their
     refused(UserError, "save_pretrained", tokenizer.load, str(tmp_path))
     other.save_pretrained(tmp_path)
     ours = tokenizer.load(str(tmp_path))
-    assert ours.encode_special(TALK) == other(TALK)["input_ids"]
+    assert ours.parse(TALK).ids == other(TALK)["input_ids"]
     assert ours.vocab_size == len(other) and ours.eot == 0
     assert ours.decode(ours.encode(TALK)) == TALK, "in a document special tokens are characters"
     if other.eos_token:
@@ -209,11 +215,9 @@ def test_a_pad_beyond_the_model_is_no_obstacle_and_other_ids_are(theirs, tmp_pat
     theirs("tokenizer_config", dict(pad_token="<pad>")).save_pretrained(tmp_path)
     size = tokenizer.load(str(tmp_path)).vocab_size - 1
     tok = tokenizer.load(str(tmp_path), size)
-    assert tok.special["<pad>"] == size == tok.embedded and max(tok.encode(TALK)) < size
+    assert tok.special["<pad>"] == size and max(tok.encode(TALK)) < size
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     template = chat.Template(tmp_path, tok)
     assert template.ids([dict(role="user", content="it")]) == tok.encode("it")
-    messages = [dict(role="user", content="it<pad>")]
-    refused(UserError, f"gives the id {size}, which the model lacks", template.ids, messages)
     for less in (size - 1, 0):
         refused(UserError, "it was trained with", tokenizer.load, str(tmp_path), less or 1)

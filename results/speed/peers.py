@@ -121,7 +121,8 @@ class Peer:
 
     def __init__(self, cfg, device):
         with tempfile.TemporaryDirectory() as folder:
-            saved = hf.save_hf(build(cfg, device, cfg.seed), Path(folder) / "hf")
+            tensors = build(cfg, device, cfg.seed).state_dict()
+            saved = hf.save_hf(cfg, tensors, Path(folder) / "hf")
             model, self.loss = (
                 nanogpt(cfg, saved) if cfg.peer == "nanogpt" else transformer(cfg, saved)
             )

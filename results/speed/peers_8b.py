@@ -78,7 +78,7 @@ class Transformer(Peer):
     def __init__(self, cfg, world):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        content = hf.config_json(cfg, "float32", {})
+        content = hf.config_json(cfg, "float32")
         theirs = AutoConfig.for_model(content.pop("model_type"), **content)
         dtype = torch.bfloat16 if cfg.weights == "bf16" else torch.float32
         torch.manual_seed(cfg.seed)  # the same weights on each rank, which keeps its rows of them

@@ -52,8 +52,9 @@ def same_tokens(name, shape):
             parameter.add_(0.1 * torch.randn_like(parameter))
     ids = begin(2, 16)
     for kind, options in (("greedy", dict(temperature=0)), ("drawn", dict(top_k=50))):
-        plain = sampling.generate(model, ids, 200, **options, cached=False)
-        found = sampling.generate(model, ids, 200, **options)
+        cache = sampling.make_cache(model, 0)
+        plain = torch.tensor([*sampling.steps(model, ids, 200, **options)])
+        found = torch.tensor([*sampling.steps(model, ids, 200, **options, cache=cache)])
         same = f"{int((found == plain).sum())} of {plain.numel()} ids are those without a cache"
         print(f"{name}, float32, {kind}: {same}; {len(plain.unique())} different ones", flush=True)
 
@@ -62,8 +63,7 @@ def timed(model, rows, new, prompt=16, **options):
     """(ms of a token after the first eight, ms until then), of `new` tokens in each row."""
     cache = sampling.make_cache(model, 0)
     began, times = time.perf_counter(), []
-    for ids in sampling.steps(model, begin(rows, prompt), new, **options, cached=cache):
-        ids.tolist()
+    for _ in sampling.steps(model, begin(rows, prompt), new, **options, cache=cache):
         times.append(time.perf_counter() - began)
     return 1e3 * (times[-1] - times[7]) / (len(times) - 8), 1e3 * times[7]
 

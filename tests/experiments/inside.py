@@ -150,10 +150,9 @@ def samples(out):
     prompt = torch.cat([torch.full((3, 1), 256), torch.randint(0, 256, (3, 6))], 1)
     prompt[2, 4] = 256  # another document
     with contextlib.redirect_stderr(said):
-        ids = [
-            sampling.generate(model, prompt, 20, 0.7, None, 1, cached).tolist()
-            for cached in (True, False)
-        ]
+        ids = []
+        for cache in (sampling.make_cache(model, 256), None):
+            ids.append([*sampling.steps(model, prompt, 20, 0.7, None, 1, cache)])
     return *ids, said.getvalue()
 
 
