@@ -6,7 +6,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fast
-from scale.generators import replay
 
 compile_once = functools.cache(torch.compile)  # torch keeps what each call of torch.compile returns
 
@@ -51,7 +50,7 @@ def chunked(loss, compiled, x, weight, targets, reduction, *options):
     # a loss of an edit may draw random numbers; a CUDA graph's capture cannot read their state
     replays = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     checkpointed = functools.partial(
-        checkpoint, loss, use_reentrant=False, preserve_rng_state=replays, context_fn=replay
+        checkpoint, loss, use_reentrant=False, preserve_rng_state=replays
     )
     losses = []
     for xi, ti in zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True):

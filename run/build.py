@@ -145,10 +145,6 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
-    if analysis.draws and cfg.compile and cfg.remat != "none":
-        what = f"remat={cfg.remat}: model.py draws from numpy's or Python's random numbers"
-        why = "of which torch.compile does not draw the same again"
-        raise UserError(f"{what}, {why}; draw from torch, or set --compile=False")
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
     if is_sharded(cfg):

@@ -71,10 +71,7 @@ class ActivationStore:
         for activations in (own, before):
             if activations is not None and not activations.on_device:
                 self.fetch(activations)
-        if own in self.leaving:  # the last ones of a forward never left
-            self.leaving.remove(own)
-        else:
-            self.wait_for_copies(own)
+        self.wait_for_copies(own)
         return kept.tensor
 
     def free_on_device(self, activations):
