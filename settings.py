@@ -209,7 +209,7 @@ class Config(GPTConfig):
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
     wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
-    device: str = "auto"  # auto, cpu, cuda, mps
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA, else MPS, else the CPU
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     cuda_graph: bool = False  # ddp: a micro-step is one launch, for small ones and slow hosts
@@ -273,7 +273,7 @@ class TrainedConfig:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the one that the weights were trained with
-    device: str = "auto"  # auto, cpu, cuda, mps
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA, else MPS, else the CPU
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 if it can
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each rank holds: ddp: all; fsdp: a part
 

@@ -167,7 +167,8 @@ def build_model(cfg, world, weights=None, eot=None):
     parallel.broadcast(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
-    model.trained = parallel.trained(model)
+    # what parallel.refuse_changes compares with
+    model.trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
     return model, analysis
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from scale import parallel
-from system.errors import UserError
+from system.errors import UserError, listed
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled and allocated
 
@@ -31,7 +31,7 @@ class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
     A step's first micro-step, which finds no gradients, writes them. The others add to them, by a
-    graph of their own. A step whose batches have another shape than those before begins anew.
+    graph of their own.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
@@ -44,26 +44,20 @@ class GraphedMicroStep:
         self.numbers = {}  # attributes of the model, which a capture holds as constants
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
-        self.steps = 0  # so far with batches of this shape
-        self.batch = None  # [x, y], which the graphs read
+        self.steps = 0  # so far
+        self.batch = None  # the tensors of a micro-batch, which the graphs read
         self.captured = {}  # {"writes gradients" or "adds to them": Captured}
 
-    def __call__(self, x, y, positions=None, average=True):
-        """The micro-step's sums, a list of tensors. x, y: (B, T), in a step of one shape.
+    def __call__(self, *batch, average=True):
+        """The micro-step's sums, a list of tensors. batch: x, y and perhaps positions.
 
         average: it is the step's last micro-step, which averages the gradients over the ranks.
         """
-        if positions is not None:
-            raise UserError(
-                "cuda_graph=True replays positions 0 to T - 1; with others leave it out"
-            )
         begins_step = all(p.grad is None for p in self.parameters)
         if begins_step:
-            if self.batch is None or self.batch[0].shape != x.shape:
-                self.discard_captures(x, y)
             self.refuse_changes()
             self.steps += 1
-        self.fill_batch(x, y)
+        self.fill_batch([tensor for tensor in batch if tensor is not None])
         if self.steps <= EAGER_STEPS:
             sums = self.launch()
         else:
@@ -72,30 +66,24 @@ class GraphedMicroStep:
             self.average()
         return [total.clone() for total in sums]  # the next replay overwrites them
 
-    def discard_captures(self, x, y):
-        """Makes room for batches of another shape, which have captures of their own."""
-        self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
-        self.steps = 0
-        if self.captured:
-            self.captured = {}
-            torch.cuda.empty_cache()  # the graphs' memory
-
     def refuse_changes(self):
         """Raises UserError for what has changed since a capture, which holds it as it was."""
         if not self.captured:
             return
         parallel.refuse_changes(self.model)
-        for name, value in numbers(self.model).items():
-            if self.numbers.get(name, value) != value:
-                what = f"replays the {name} of the capture, which has changed since"
-                advice = "make it a tensor that is filled in place, or leave it out"
-                raise UserError(f"cuda_graph=True {what}; {advice}")
+        changed = numbers(self.model).items() - self.numbers.items()
+        if changed:
+            what = f"replays the {listed(sorted(dict(changed)))} of the capture, changed since"
+            advice = "make it a tensor that is filled in place, or leave it out"
+            raise UserError(f"cuda_graph=True {what}; {advice}")
 
-    def fill_batch(self, x, y):
-        for own, given in zip(self.batch, (x, y)):
+    def fill_batch(self, batch):
+        if self.batch is None:
+            self.batch = [torch.empty_like(tensor, device=self.device) for tensor in batch]
+        for own, given in zip(self.batch, batch, strict=True):
             if own.shape != given.shape:
                 shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
-                what = f"cuda_graph=True needs batches of one shape in a step, not {shapes}"
+                what = f"cuda_graph=True needs batches of one shape, not {shapes}"
                 raise UserError(f"{what}; leave it out")
             own.copy_(given, non_blocking=True)
 
@@ -163,15 +151,13 @@ class GraphedMicroStep:
         return Captured(graph, sums, grads)
 
     def average(self):
-        """The gradients' mean over the ranks, as DDP computes it, in one tensor for each dtype."""
+        """The gradients' mean over the ranks, as DDP computes it, in one tensor."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        for dtype in dict.fromkeys(g.dtype for g in grads):
-            own = [g for g in grads if g.dtype == dtype]
-            flat = _flatten_dense_tensors(own)
-            if self.in_bf16:
-                flat = flat.bfloat16()
-            dist.all_reduce(flat.div_(dist.get_world_size()))
-            torch._foreach_copy_(own, _unflatten_dense_tensors(flat, own))
+        flat = _flatten_dense_tensors(grads)
+        if self.in_bf16:
+            flat = flat.bfloat16()
+        dist.all_reduce(flat.div_(dist.get_world_size()))
+        torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
 
 
 def numbers(model):

@@ -30,7 +30,6 @@ def wrap(model, cfg, world, unused=False):
         broadcast_buffers=False,
         find_unused_parameters=unused,
     )
-    ddp.trained = model.trained
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
