@@ -224,7 +224,7 @@ class Config(GPTConfig):
     prove: bool = True  # that model.py holds in this run's modes, see run/prove.py; in seconds
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
-    remat_every: float | Literal["auto"] = 1  # every k-th block; 1.5: two of three; auto: what fits
+    remat_every: float = 1  # every k-th block; 1.5: two of three
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
@@ -285,9 +285,8 @@ def check(cfg, ranks=None):
     """
     ranks = ranks or this_rank().size
     in_conflict = conflicts(cfg, ranks)
-    # run.build.choose, which chooses, knows the device
-    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
-    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    if cfg.batch_size == "auto":  # run.build.choose, which chooses, knows the device
+        cfg = replace(cfg, batch_size=1)
     refuse(cfg.problems() + out_of_range(cfg) + in_conflict)
     refuse(shape_conflicts(cfg, ranks))
 

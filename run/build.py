@@ -47,8 +47,7 @@ def choose(cfg, device):
     least = None if None in free else min(free)
     cfg, chosen = memory.choose(cfg, ranks, least)
     reasons |= chosen
-    shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
-    return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
+    return cfg, [(name, f"{getattr(cfg, name)} ({why})") for name, why in reasons.items()]
 
 
 def free_memory(cfg, device):

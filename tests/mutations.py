@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation("scale/ddp.py", 'if not dist.is_initialized() or cfg.parallel != "ddp"',
              'if dist.is_initialized() or cfg.parallel != "ddp"', "DDP left out",
              "test_parallel.py -k any_mode"),
-    Mutation("scale/context_parallel.py", "torch.arange(first, first + T, ", "torch.arange(0, T, ",
+    Mutation("scale/context_parallel.py", "unflatten(0, (N, -1))[rank]", "unflatten(0, (N, -1))[0]",
              "positions of the second half of a row", "test_parallel.py -k any_mode"),
     Mutation("scale/documents.py", "begins[:, 0] = True", "begins[:, 0] |= begins[:, 1]",
              "a document goes on in the next row", "test_documents.py"),

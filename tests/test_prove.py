@@ -91,14 +91,6 @@ def alibi():
     core_is(lambda q, k, v, *_: with_bias(q, k, v, torch.arange(1, q.size(1) + 1)))
 
 
-@edit
-def alibi_told():
-    def core(q, k, v, *_, heads=slice(None)):
-        return with_bias(q, k, v, torch.arange(1, 5)[heads])
-
-    core_is(core)
-
-
 def core_is(core):
     models.Attention.core = staticmethod(core)
 
@@ -296,7 +288,6 @@ CASES = [
     ("token_shift", 2, CONTEXT | FSDP, "refused: context_parallel=2", None),
     ("token_shift", 0, MASKED, "refused: document_mask", None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
-    ("alibi_told", 2, CONTEXT, PASSES, None),
     ("no_mean", 2, {}, PASSES, "micro-steps"),
     ("not_causal", 2, CONTEXT, PASSES, "later"),
     ("own_generator", 0, BLOCK, "refused: remat=block", None),
