@@ -228,7 +228,7 @@ class Config(GPTConfig):
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
-    offload_states: bool = False  # fsdp, zero2, hsdp: weights, gradients, moments in host memory
+    offload_states: bool = False  # fsdp, zero2: weights, gradients, moments in host memory
 
     command_line = None  # as it was typed after train.py; None: made in code
 
@@ -338,7 +338,7 @@ CONFLICTS = [
         "--optimizer=adamw8bit",
     ),
     ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
-    ("offload_states=True", "parallel=ddp", "which does not shard the model", "--parallel=fsdp"),
+    ("offload_states=True", "parallel=ddp hsdp", "which keeps copies", "--parallel=fsdp"),
     ("offload_states=True", "optimizer!=adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic=True", "attention=cudnn", "which adds in no fixed order", "--attention=flash"),
     ("overwrite=True", "resume!=none", "which goes on with what it removes", "one of them"),

@@ -205,7 +205,7 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.remat != "none":
         activation_checkpointing.apply(model, cfg)
     if cfg.context_parallel > 1:
-        context_parallel.apply(model, cfg, world)
+        context_parallel.apply(model, cfg)
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:

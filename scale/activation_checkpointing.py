@@ -24,7 +24,6 @@ from torch.utils.checkpoint import (
 
 from scale import generators, memory
 from scale.activation_offload import ActivationStore, KeptTensor
-from system.errors import UserError
 
 aten = torch.ops.aten
 # they return attention's output, its logsumexp and small values
@@ -42,25 +41,15 @@ def apply(model, cfg):
     for i in memory.recomputed_blocks(cfg, len(model.blocks)):
         block = model.blocks[i]
         if cfg.remat == "selective" or cfg.remat_tile:
-            mlp = part_of(block, "mlp")
+            mlp = block.mlp
             if not isinstance(mlp.core, RecomputedMLP):  # an edit's blocks may share it
                 mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         keeps_attention = cfg.remat == "attention"
         if keeps_attention:
-            attn = part_of(block, "attn")
-            attn.core = EagerAttention(attn.core)
+            block.attn.core = EagerAttention(block.attn.core)
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
             model.layers[i] = mix, CheckpointedBlock(block, store, keeps_attention)
-
-
-def part_of(block, name):
-    """The block's part of this name, which must have a `core`."""
-    part = getattr(block, name, None)
-    if not hasattr(part, "core"):
-        what = f"this remat wraps {name}.core, and model.py's block has none"
-        raise UserError(f"{what}; try --remat=block")
-    return part
 
 
 class CheckpointedBlock:

@@ -4,7 +4,6 @@ The host needs tens of microseconds to launch a kernel. Where a micro-batch or a
 the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
-import dataclasses
 import gc
 import warnings
 
@@ -16,15 +15,6 @@ from scale import parallel
 from system.errors import UserError, listed
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled and allocated
-
-
-@dataclasses.dataclass
-class Captured:
-    """A graph of a micro-step, and the tensors that its replays write."""
-
-    graph: torch.cuda.CUDAGraph
-    sums: list  # what the micro-step returns
-    grads: dict  # {parameter: gradient}
 
 
 class GraphedMicroStep:
@@ -46,7 +36,8 @@ class GraphedMicroStep:
         self.stream = stream(self.device)
         self.steps = 0  # so far
         self.batch = None  # the tensors of a micro-batch, which the graphs read
-        self.captured = {}  # {"writes gradients" or "adds to them": Captured}
+        self.captured = {}  # {"writes gradients" or "adds to them": what `capture` returns}
+        self.pool = None  # the memory of all graphs
 
     def __call__(self, *batch, average=True):
         """The micro-step's sums, a list of tensors. batch: x, y and perhaps positions.
@@ -103,18 +94,18 @@ class GraphedMicroStep:
             launched = self.launch_apart()
         if kind not in self.captured:
             self.captured[kind] = self.capture()
-        captured = self.captured[kind]
-        captured.graph.replay()
-        for parameter, grad in captured.grads.items():
+        graph, sums, grads = self.captured[kind]
+        graph.replay()
+        for parameter, grad in grads.items():
             parameter.grad = grad
         if launched is not None:
-            replayed = torch.stack(captured.sums)
+            replayed = torch.stack(sums)
             if not torch.allclose(launched, replayed, rtol=1e-4, equal_nan=True):
                 found = f"{replayed.tolist()} instead of {launched.tolist()}"
                 what = f"a replay gives other sums than the launched micro-step, {found}"
                 hint = "does model.py count, or draw from Python's random numbers? leave it out"
                 raise UserError(f"cuda_graph=True: {what}; {hint}")
-        return captured.sums
+        return sums
 
     def launch_apart(self):
         """The sums of a launched micro-step; model and generators stay as they were."""
@@ -128,14 +119,13 @@ class GraphedMicroStep:
         return sums
 
     def capture(self):
-        """Captured, of which nothing is computed yet; all graphs use the same memory."""
+        """(graph, sums, {parameter: gradient}), of which nothing is computed yet."""
         gc.collect()  # a graph that is freed during the capture would end it
         self.numbers = numbers(self.model)
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.graph.pool() for other in self.captured.values()), None)
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
             with torch.cuda.graph(
-                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 sums = self.micro_step(*self.batch)
         except RuntimeError as error:
@@ -148,7 +138,8 @@ class GraphedMicroStep:
                 f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
             ) from cause
         grads = {p: p.grad for p in self.parameters if p.grad is not None}
-        return Captured(graph, sums, grads)
+        self.pool = graph.pool()
+        return graph, sums, grads
 
     def average(self):
         """The gradients' mean over the ranks, as DDP computes it, in one tensor."""

@@ -14,7 +14,7 @@ from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
-GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
+GROUP = 256  # elements that share a float32 scale in adamw8bit's moments
 # part of the estimate that batch_size=auto leaves free; it was within 9% of all measured peaks
 MARGIN = 0.1
 LESS = (
@@ -48,9 +48,6 @@ def estimate(cfg, ranks):
 
     if sharded and not several_micro_steps:  # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
-    elif cfg.offload_states and cfg.parallel == "hsdp":
-        # added up on the GPU until the last micro-step
-        backward["gradients"] = BYTES[cfg.reduce_dtype] * total / shards
     elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
@@ -62,9 +59,7 @@ def estimate(cfg, ranks):
     backward["activations"] = activations
     backward["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, recomputed))
 
-    largest = backward
-    if sum(update.values()) > sum(backward.values()):
-        largest = update
+    largest = max(backward, update, key=lambda parts: sum(parts.values()))
     return {part: int(size) for part, size in largest.items()}
 
 
@@ -257,13 +252,10 @@ def describe(cfg, ranks, parameters, optimizer):
     parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
     one whose states are not known, or None.
     """
-    size = 2 * BYTES[cfg.weights] * parameters / shards_of(cfg, ranks) / GIB
-    where = "of the host's memory " if cfg.offload_states else ""
-    words = f"{size:.2f} GiB {where}a rank for weights and gradients"
     edited = parameters != total_and_block_parameters(cfg)[0]
     if optimizer or edited or not_estimated(cfg):
-        return f"{words}; the rest is not estimated"
-    return f"{words}, about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
+        return "not estimated"
+    return f"about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU, by estimate"
 
 
 def not_estimated(cfg):

@@ -105,7 +105,7 @@ def imitate(put):
                 grad.copy_(p.grad)
 
         graph = types.SimpleNamespace(replay=replay)
-        return cuda_graph.Captured(graph, sums, grads)
+        return graph, sums, grads
 
     put(cuda_graph, "stream", stream)
     put(torch.cuda, "current_stream", stream)
