@@ -208,7 +208,7 @@ class Config(GPTConfig):
     log_interval: int = 1  # steps between lines printed; log.jsonl has every step
     wandb: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_NAME count
     # Device and precision
-    device: str = "auto"  # auto, cpu, cuda, mps
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA, else MPS, else the CPU
     precision: Precision = "auto"  # auto: bf16 if it can; auto8: fp8, else as auto
     compile: bool = True  # torch.compile; needs a C++ compiler on the CPU
     cuda_graph: bool = False  # ddp: a micro-step is one launch, for small ones and slow hosts
@@ -223,11 +223,11 @@ class Config(GPTConfig):
     prove: bool = True  # that model.py holds in this run's modes, see run/prove.py; in seconds
     # Less memory
     remat: Literal["none", "selective", "attention", "block"] = "none"  # activation checkpointing
-    remat_every: float | Literal["auto"] = 1  # every k-th block; 1.5: two of three; auto: what fits
+    remat_every: float = 1  # every k-th block; 1.5: two of three
     remat_tile: int | None = None  # tokens that pass the MLP at a time; None: all
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
-    offload_states: bool = False  # fsdp, zero2, hsdp: weights, gradients, moments in host memory
+    offload_states: bool = False  # fsdp, zero2: weights, gradients, moments in host memory
 
     command_line = None  # as it was typed after train.py; None: made in code
 
@@ -272,7 +272,7 @@ class TrainedConfig:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     pretrained: str | None = None  # instead: Hugging Face weights, a folder or a hub name
     tokenizer: str | None = None  # None: the one that the weights were trained with
-    device: str = "auto"  # auto, cpu, cuda, mps
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA, else MPS, else the CPU
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 if it can
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each rank holds: ddp: all; fsdp: a part
 
@@ -284,9 +284,8 @@ def check(cfg, ranks=None):
     """
     ranks = ranks or this_rank().size
     in_conflict = conflicts(cfg, ranks)
-    # run.build.choose, which chooses, knows the device
-    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
-    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    if cfg.batch_size == "auto":  # run.build.choose, which chooses, knows the device
+        cfg = replace(cfg, batch_size=1)
     refuse(cfg.problems() + out_of_range(cfg) + in_conflict)
     refuse(shape_conflicts(cfg, ranks))
 
@@ -336,7 +335,7 @@ CONFLICTS = [
         "--optimizer=adamw8bit",
     ),
     ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
-    ("offload_states=True", "parallel=ddp", "which does not shard the model", "--parallel=fsdp"),
+    ("offload_states=True", "parallel=ddp hsdp", "which keeps copies", "--parallel=fsdp"),
     ("offload_states=True", "optimizer!=adamw", "which needs the GPU", "--optimizer=adamw"),
     ("deterministic=True", "attention=cudnn", "which adds in no fixed order", "--attention=flash"),
     ("overwrite=True", "resume!=none", "which goes on with what it removes", "one of them"),

@@ -20,15 +20,13 @@ def measure(cfg):
     budget = cfg.gpu_gib * memory.GIB
     cfg, reasons = memory.choose(cfg, cfg.world, budget)
     for name, why in reasons.items():
-        print(f"{name} {getattr(cfg, name):g} ({why})")
+        print(f"{name} {getattr(cfg, name)} ({why})")
     count, _ = memory.total_and_block_parameters(cfg)
     print(f"{cfg.n_layer} blocks, {count:,} parameters, the vocabulary's padding included")
     print(f"{cfg.world} GPUs (--world), parallel={cfg.parallel}")
-    table(memory.estimate(cfg, cfg.world))
-    if parts := memory.on_host(cfg, cfg.world):
-        ranks = memory.ranks_of_host(cfg.world)
-        print(f"\nhost memory of a rank; of a host, {ranks} times as much")
-        table(parts)
+    parts = memory.estimate(cfg, cfg.world)
+    for name, size in [*parts.items(), ("all", sum(parts.values()))]:
+        print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     shards = cfg.world > 1 or cfg.offload_states
@@ -36,11 +34,6 @@ def measure(cfg):
     for kind in dict.fromkeys([*kinds, cfg.parallel]):
         for remat in ("none", "selective", "attention", "block"):
             row(cfg, kind, remat)
-
-
-def table(parts):
-    for name, size in [*parts.items(), ("all", sum(parts.values()))]:
-        print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
 
 
 def row(cfg, kind, remat):

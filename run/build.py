@@ -47,8 +47,7 @@ def choose(cfg, device):
     least = None if None in free else min(free)
     cfg, chosen = memory.choose(cfg, ranks, least)
     reasons |= chosen
-    shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
-    return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
+    return cfg, [(name, f"{getattr(cfg, name)} ({why})") for name, why in reasons.items()]
 
 
 def free_memory(cfg, device):
@@ -145,10 +144,6 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
-    if analysis.draws and cfg.compile and cfg.remat != "none":
-        what = f"remat={cfg.remat}: model.py draws from numpy's or Python's random numbers"
-        why = "of which torch.compile does not draw the same again"
-        raise UserError(f"{what}, {why}; draw from torch, or set --compile=False")
     if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
         eot = separator(cfg)
     if is_sharded(cfg):
@@ -171,7 +166,8 @@ def build_model(cfg, world, weights=None, eot=None):
     parallel.broadcast(buffers.values())
     if cfg.precision == "fp8":
         fast.fp8.reset(model)
-    model.trained = parallel.trained(model)
+    # what parallel.refuse_changes compares with
+    model.trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
     return model, analysis
 
 
@@ -209,7 +205,7 @@ def prepare(model, cfg, world, eot, analysis):
     if cfg.remat != "none":
         activation_checkpointing.apply(model, cfg)
     if cfg.context_parallel > 1:
-        context_parallel.apply(model, cfg, world)
+        context_parallel.apply(model, cfg)
     if cfg.compile:
         compile_model(model, sharded)
     if sharded:

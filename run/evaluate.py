@@ -22,13 +22,13 @@ TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
 
 
 @torch.no_grad()
-def score_rows(model, loader, tokens, autocast, own_tokens=None, stop=lambda: False):
+def score_rows(model, loader, tokens, own_tokens=None, stop=lambda: False):
     """Evaluates a split's first rows, about `tokens` tokens -> (table, names, documents).
 
     All are equal on every rank. table, names: float64 (3 + extras, rows), as `sums_of_rows` has
     them. documents: (rows,), the number of each row's, one for all where the forward knows no rows.
-    own_tokens: makes (x, y, positions) of this rank of a batch; None: it has whole rows. Returns
-    None once stop().
+    own_tokens: makes (x, y, positions) of this rank of a batch; None: it has whole rows. Needs the
+    run's autocast context. Returns None once stop().
     """
     device = parallel.device_of(model)
     token_bytes = loader.token_bytes
@@ -39,8 +39,7 @@ def score_rows(model, loader, tokens, autocast, own_tokens=None, stop=lambda: Fa
     found = []
     for x, y in progress(loader.eval_batches(tokens), "validation", batches, stop):
         batch = own_tokens(x, y) if own_tokens else (x, y)
-        with autocast:
-            sums, names, by_row = sums_of_rows(model, *batch, token_bytes=token_bytes)
+        sums, names, by_row = sums_of_rows(model, *batch, token_bytes=token_bytes)
         found.append(sums)
     if stop():
         return None
@@ -269,7 +268,6 @@ def add_validation(evaluations, cfg, world, loaders):
     # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
     options = dict(
-        autocast=evaluations.autocast,
         own_tokens=functools.partial(context_parallel.own_tokens, cfg, world),
         stop=evaluations.watch.agreed,
     )

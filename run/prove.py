@@ -43,7 +43,7 @@ OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}
 CAUSES = {
     "remat": "a block that runs twice changes what it keeps or is given, or draws other numbers",
     "context_parallel": "tokens mix outside attn.core or in the loss, or a core depends on heads",
-    "parallel": "a block reads another one's parameters, or an update needs whole matrices",
+    "parallel": "a block reads or shares another one's weights, or an update needs whole matrices",
 }
 
 

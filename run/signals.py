@@ -89,7 +89,7 @@ def errors_explained(cfg, world):
         yield
     except torch.OutOfMemoryError:
         _, total = torch.cuda.mem_get_info(world.device)
-        raise UserError(memory.advice(cfg, world.size, total)) from None
+        raise UserError(memory.advice(total)) from None
     except RuntimeError as error:
         # gloo's errors have no type
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):

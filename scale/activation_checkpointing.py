@@ -7,11 +7,10 @@
 --remat_tile=16384 computes an MLP on so many tokens at a time, so that its wide tensors are small
 --remat_offload    block, attention: what is kept waits in pinned host memory
 
-The block's own forward runs twice, with the states of torch's, numpy's and Python's random numbers
-replayed, so that any edit of it is right.
+The block's own forward runs twice, and draws the same numbers of torch's generators again. An edit
+that draws others, such as numpy's, is refused by the proof (run/prove.py).
 """
 
-import contextlib
 import functools
 import math
 
@@ -25,7 +24,6 @@ from torch.utils.checkpoint import (
 
 from scale import generators, memory
 from scale.activation_offload import ActivationStore, KeptTensor
-from system.errors import UserError
 
 aten = torch.ops.aten
 # they return attention's output, its logsumexp and small values
@@ -43,35 +41,22 @@ def apply(model, cfg):
     for i in memory.recomputed_blocks(cfg, len(model.blocks)):
         block = model.blocks[i]
         if cfg.remat == "selective" or cfg.remat_tile:
-            mlp = part_of(block, "mlp")
+            mlp = block.mlp
             if not isinstance(mlp.core, RecomputedMLP):  # an edit's blocks may share it
                 mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
-        core = None
-        if cfg.remat == "attention":
-            attn = part_of(block, "attn")
-            core = attn.core = EagerAttention(attn.core)
+        keeps_attention = cfg.remat == "attention"
+        if keeps_attention:
+            block.attn.core = EagerAttention(block.attn.core)
         if cfg.remat != "selective":
             mix, _ = model.layers[i]
-            model.layers[i] = mix, CheckpointedBlock(block, store, core)
-
-
-def part_of(block, name):
-    """The block's part of this name, which must have a `core`."""
-    part = getattr(block, name, None)
-    if not hasattr(part, "core"):
-        what = f"this remat wraps {name}.core, and model.py's block has none"
-        raise UserError(f"{what}; try --remat=block")
-    return part
+            model.layers[i] = mix, CheckpointedBlock(block, store, keeps_attention)
 
 
 class CheckpointedBlock:
-    """A block that keeps its inputs, perhaps the results of its attention, and runs again.
+    """A block that keeps its inputs, perhaps the results of its attention, and runs again."""
 
-    core: the EagerAttention whose results are kept, or None.
-    """
-
-    def __init__(self, block, store, core=None):
-        self.block, self.store, self.core = block, store, core
+    def __init__(self, block, store, keeps_attention):
+        self.block, self.store, self.keeps_attention = block, store, keeps_attention
 
     def __call__(self, *inputs, **named):
         """named: an edit's inputs, which are kept as they are, on the device."""
@@ -87,32 +72,17 @@ class CheckpointedBlock:
                 if isinstance(x, KeptTensor):  # in the recomputation
                     x = self.store.get(x).detach().requires_grad_()
                 own.append(x)
-            return self.block(*own, **named)
+            if not self.keeps_attention:
+                return self.block(*own, **named)
+            with AttentionOnce(self.store, results):
+                return self.block(*own, **named)
 
-        def contexts():
-            first, again = generators.replay()
-            if self.core:
-                first = both(first, AttentionOnce(self.store, results, again=False))
-                again = both(again, AttentionOnce(self.store, results, again=True))
-            return first, again
-
-        if self.core:
-            self.core.ran = False
         # the empty tensor says on which device the random state is to be kept
-        out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False, context_fn=contexts)
-        if self.core and self.core.ran and not results:  # a block may leave itself out
-            why = "keeps the results of PyTorch's fused attention, and attn.core has called none"
-            raise UserError(f"remat=attention {why}; try --remat=block")
+        out = checkpoint(forward, inputs[0].new_empty(0), use_reentrant=False)
         for i, x in enumerate(inputs):
             if torch.is_tensor(x) and x.requires_grad:
                 kept[i] = self.store.keep(x.detach())
         return out
-
-
-@contextlib.contextmanager
-def both(outer, inner):
-    with outer, inner:
-        yield
 
 
 class EagerAttention:
@@ -120,20 +90,21 @@ class EagerAttention:
 
     def __init__(self, core):
         self.core = core
-        self.ran = False  # in the block's last forward
 
     @torch.compiler.disable
     def __call__(self, *inputs, **named):
-        self.ran = True
         return self.core(*inputs, **named)
 
 
 class AttentionOnce(TorchDispatchMode):
-    """Around a block: `results` gets those of its attention, or, `again`, are taken from there."""
+    """Around a block: its attention's results go into the list `results`, or are taken from it.
 
-    def __init__(self, store, results, again):
+    They are taken where it holds some, in the recomputation.
+    """
+
+    def __init__(self, store, results):
         super().__init__()
-        self.store, self.results, self.again = store, results, again
+        self.store, self.results, self.again = store, results, bool(results)
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -156,7 +127,7 @@ def always(*_, **__):
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-RECOMPUTE_ALL = {}  # options of a compiled checkpoint
+RECOMPUTE_ALL = {}  # options of a checkpoint that may be compiled
 if torch.__version__ < "2.12":  # which keeps what an autograd.Function saves (pull request 177396)
     RECOMPUTE_ALL["context_fn"] = functools.partial(create_selective_checkpoint_contexts, always)
 
@@ -181,10 +152,7 @@ class RecomputedMLP:
             )
         if not torch.is_grad_enabled():
             return run(x)
-        if torch.compiler.is_compiling():
-            return checkpoint(run, x, use_reentrant=False, **RECOMPUTE_ALL)
-        # replays numpy's and Python's random numbers too; run/build.py refuses to compile those
-        return checkpoint(run, x, use_reentrant=False, context_fn=generators.replay)
+        return checkpoint(run, x, use_reentrant=False, **RECOMPUTE_ALL)
 
     @torch.compiler.disable
     def tiled(self, x, run, parameters):

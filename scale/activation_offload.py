@@ -6,7 +6,8 @@ import weakref
 
 import torch
 
-from scale import memory
+# from so many bytes on, host memory is pinned here: PyTorch pins blocks of a power of two
+PINNED_EXACTLY = 2**26
 
 
 class BlockActivations:
@@ -71,10 +72,7 @@ class ActivationStore:
         for activations in (own, before):
             if activations is not None and not activations.on_device:
                 self.fetch(activations)
-        if own in self.leaving:  # the last ones of a forward never left
-            self.leaving.remove(own)
-        else:
-            self.wait_for_copies(own)
+        self.wait_for_copies(own)
         return kept.tensor
 
     def free_on_device(self, activations):
@@ -121,11 +119,8 @@ def layout(tensor):
 
 
 def host_like(tensor):
-    """Host memory for a tensor's values, pinned if they are on a GPU.
-
-    PyTorch pins blocks of a power of two, in which 3 GiB take 4: large tensors are pinned here.
-    """
-    if tensor.is_cuda and tensor.nbytes < memory.PINNED_EXACTLY:
+    """Host memory for a tensor's values, pinned if they are on a GPU, large ones exactly."""
+    if tensor.is_cuda and tensor.nbytes < PINNED_EXACTLY:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
     host = torch.empty_like(tensor, device="cpu")
     if tensor.is_cuda:

@@ -18,11 +18,11 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
+from scale.memory import GROUP
 from scale.shards import local, rows_of
 
 # tensors of fewer elements, and vectors, have float32 moments and in bf16 a float32 master copy
 SMALL = 4096
-GROUP = 256  # elements that share a scale
 # groups in a call of `update`, which needs 4 GiB for them where it is not compiled
 CHUNK = 2**18
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa

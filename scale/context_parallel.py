@@ -8,7 +8,6 @@ tokens outside attn.core is refused, see run/prove.py.
 
 import contextlib
 import dataclasses
-import inspect
 import math
 
 import torch
@@ -26,21 +25,14 @@ class ContextRanks:
     """The ranks that share rows, of which this process is one."""
 
     group: ProcessGroup
-    rank: int
-    size: int
     on: bool = True  # False: each has whole, separate rows, see `whole_rows`
 
 
-def apply(model, cfg, world):
+def apply(model, cfg):
     """Wraps the cores of all attentions; neighbouring ranks share a sequence. All ranks call it."""
-    N = cfg.context_parallel
     limit = parallel.time_limit(cfg.timeout_s)
-    groups = [
-        torch.distributed.new_group(range(i, i + N), timeout=limit) for i in range(0, world.size, N)
-    ]
-    rank = world.rank % N
-    ranks = ContextRanks(groups[world.rank // N], rank, N)
-    model.context_ranks = ranks
+    group, _ = torch.distributed.new_subgroups(cfg.context_parallel, timeout=limit)
+    ranks = model.context_ranks = ContextRanks(group)
     for module in attentions(model, "context_parallel", any_core=True):
         module.core = Ulysses(module.core, ranks)
 
@@ -77,30 +69,25 @@ def whole_rows(model):
     """Within it each rank has whole rows of its own, one document each, as HellaSwag needs them."""
     names = ("context_ranks", "documents")
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
-    before = [part.on for part in parts]
     for part in parts:
         part.on = False
     try:
         yield
     finally:
-        for part, on in zip(parts, before):
-            part.on = on
+        for part in parts:
+            part.on = True
 
 
 class Ulysses:
-    """attn.core between two all-to-alls.
-
-    A core with a parameter `heads` is told which heads of q it has.
-    """
+    """attn.core between two all-to-alls."""
 
     def __init__(self, core, ranks):
         self.core, self.ranks = core, ranks
-        self.told = "heads" in inspect.signature(innermost(core)).parameters
 
     def __call__(self, q, k, v, *options, **named):
         """For this rank's tokens, q: (B, H, T/N, D); k, v: (B, H_kv, T/N, D) -> (B, H, T/N, D)."""
-        ranks, N = self.ranks, self.ranks.size
-        if not ranks.on:
+        group, N = self.ranks.group, self.ranks.group.size()
+        if not self.ranks.on:
             return self.core(q, k, v, *options, **named)
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         # heads of k and v are repeated if ranks would not have equally many
@@ -108,14 +95,11 @@ class Ulysses:
         qkv = q, k, v
         heads = [x.size(1) // N for x in qkv]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
-        parts = all_to_all(parts.movedim(1, 0), ranks.group)  # all tokens, of this rank's heads
+        parts = all_to_all(parts.movedim(1, 0), group)  # all tokens, of this rank's heads
         q, k, v = parts.movedim(0, 2).flatten(2, 3).split(heads, dim=1)  # (B, h, T, D)
-        if self.told:
-            first = ranks.rank * q.size(1)
-            named = named | {"heads": slice(first, first + q.size(1))}
         y = self.core(q, k, v, *options, **named)
         # y: this rank's tokens, of all heads
-        y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), ranks.group)
+        y = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0), group)
         return y.movedim(0, 1).flatten(1, 2)  # (B, H, T/N, D)
 
 
@@ -142,11 +126,7 @@ def own_tokens(cfg, world, x, y):
     N = cfg.context_parallel
     if N == 1:
         return x, y, None
-    T, rest = divmod(x.size(1), N)
-    if rest:
-        raise UserError(
-            f"context_parallel={N} must divide the length of a batch's rows, {x.size(1)}"
-        )
-    first = world.rank % N * T
-    positions = torch.arange(first, first + T, device=x.device)
-    return x[:, first : first + T], y[:, first : first + T], positions
+    rank = world.rank % N
+    positions = torch.arange(x.size(1), device=x.device).unflatten(0, (N, -1))[rank]
+    x, y = (tokens.unflatten(1, (N, -1))[:, rank] for tokens in (x, y))
+    return x, y, positions

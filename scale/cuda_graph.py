@@ -4,7 +4,6 @@ The host needs tens of microseconds to launch a kernel. Where a micro-batch or a
 the host slow, kernels take less, and the GPU waits (https://developer.nvidia.com/blog/cuda-graphs).
 """
 
-import dataclasses
 import gc
 import warnings
 
@@ -13,25 +12,16 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from scale import parallel
-from system.errors import UserError
+from system.errors import UserError, listed
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled and allocated
-
-
-@dataclasses.dataclass
-class Captured:
-    """A graph of a micro-step, and the tensors that its replays write."""
-
-    graph: torch.cuda.CUDAGraph
-    sums: list  # what the micro-step returns
-    grads: dict  # {parameter: gradient}
 
 
 class GraphedMicroStep:
     """A micro-step on a GPU, replayed as a graph that reads its batch from tensors of its own.
 
     A step's first micro-step, which finds no gradients, writes them. The others add to them, by a
-    graph of their own. A step whose batches have another shape than those before begins anew.
+    graph of their own.
     """
 
     def __init__(self, micro_step, model, reduce_dtype):
@@ -44,26 +34,21 @@ class GraphedMicroStep:
         self.numbers = {}  # attributes of the model, which a capture holds as constants
         self.device = self.parameters[0].device
         self.stream = stream(self.device)
-        self.steps = 0  # so far with batches of this shape
-        self.batch = None  # [x, y], which the graphs read
-        self.captured = {}  # {"writes gradients" or "adds to them": Captured}
+        self.steps = 0  # so far
+        self.batch = None  # the tensors of a micro-batch, which the graphs read
+        self.captured = {}  # {"writes gradients" or "adds to them": what `capture` returns}
+        self.pool = None  # the memory of all graphs
 
-    def __call__(self, x, y, positions=None, average=True):
-        """The micro-step's sums, a list of tensors. x, y: (B, T), in a step of one shape.
+    def __call__(self, *batch, average=True):
+        """The micro-step's sums, a list of tensors. batch: x, y and perhaps positions.
 
         average: it is the step's last micro-step, which averages the gradients over the ranks.
         """
-        if positions is not None:
-            raise UserError(
-                "cuda_graph=True replays positions 0 to T - 1; with others leave it out"
-            )
         begins_step = all(p.grad is None for p in self.parameters)
         if begins_step:
-            if self.batch is None or self.batch[0].shape != x.shape:
-                self.discard_captures(x, y)
             self.refuse_changes()
             self.steps += 1
-        self.fill_batch(x, y)
+        self.fill_batch([tensor for tensor in batch if tensor is not None])
         if self.steps <= EAGER_STEPS:
             sums = self.launch()
         else:
@@ -72,30 +57,24 @@ class GraphedMicroStep:
             self.average()
         return [total.clone() for total in sums]  # the next replay overwrites them
 
-    def discard_captures(self, x, y):
-        """Makes room for batches of another shape, which have captures of their own."""
-        self.batch = [torch.empty_like(t, device=self.device) for t in (x, y)]
-        self.steps = 0
-        if self.captured:
-            self.captured = {}
-            torch.cuda.empty_cache()  # the graphs' memory
-
     def refuse_changes(self):
         """Raises UserError for what has changed since a capture, which holds it as it was."""
         if not self.captured:
             return
         parallel.refuse_changes(self.model)
-        for name, value in numbers(self.model).items():
-            if self.numbers.get(name, value) != value:
-                what = f"replays the {name} of the capture, which has changed since"
-                advice = "make it a tensor that is filled in place, or leave it out"
-                raise UserError(f"cuda_graph=True {what}; {advice}")
+        changed = numbers(self.model).items() - self.numbers.items()
+        if changed:
+            what = f"replays the {listed(sorted(dict(changed)))} of the capture, changed since"
+            advice = "make it a tensor that is filled in place, or leave it out"
+            raise UserError(f"cuda_graph=True {what}; {advice}")
 
-    def fill_batch(self, x, y):
-        for own, given in zip(self.batch, (x, y)):
+    def fill_batch(self, batch):
+        if self.batch is None:
+            self.batch = [torch.empty_like(tensor, device=self.device) for tensor in batch]
+        for own, given in zip(self.batch, batch, strict=True):
             if own.shape != given.shape:
                 shapes = f"{tuple(given.shape)} after {tuple(own.shape)}"
-                what = f"cuda_graph=True needs batches of one shape in a step, not {shapes}"
+                what = f"cuda_graph=True needs batches of one shape, not {shapes}"
                 raise UserError(f"{what}; leave it out")
             own.copy_(given, non_blocking=True)
 
@@ -115,18 +94,18 @@ class GraphedMicroStep:
             launched = self.launch_apart()
         if kind not in self.captured:
             self.captured[kind] = self.capture()
-        captured = self.captured[kind]
-        captured.graph.replay()
-        for parameter, grad in captured.grads.items():
+        graph, sums, grads = self.captured[kind]
+        graph.replay()
+        for parameter, grad in grads.items():
             parameter.grad = grad
         if launched is not None:
-            replayed = torch.stack(captured.sums)
+            replayed = torch.stack(sums)
             if not torch.allclose(launched, replayed, rtol=1e-4, equal_nan=True):
                 found = f"{replayed.tolist()} instead of {launched.tolist()}"
                 what = f"a replay gives other sums than the launched micro-step, {found}"
                 hint = "does model.py count, or draw from Python's random numbers? leave it out"
                 raise UserError(f"cuda_graph=True: {what}; {hint}")
-        return captured.sums
+        return sums
 
     def launch_apart(self):
         """The sums of a launched micro-step; model and generators stay as they were."""
@@ -140,14 +119,13 @@ class GraphedMicroStep:
         return sums
 
     def capture(self):
-        """Captured, of which nothing is computed yet; all graphs use the same memory."""
+        """(graph, sums, {parameter: gradient}), of which nothing is computed yet."""
         gc.collect()  # a graph that is freed during the capture would end it
         self.numbers = numbers(self.model)
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.graph.pool() for other in self.captured.values()), None)
         try:  # thread_local: the loader's thread may allocate and copy meanwhile
             with torch.cuda.graph(
-                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 sums = self.micro_step(*self.batch)
         except RuntimeError as error:
@@ -160,18 +138,17 @@ class GraphedMicroStep:
                 f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
             ) from cause
         grads = {p: p.grad for p in self.parameters if p.grad is not None}
-        return Captured(graph, sums, grads)
+        self.pool = graph.pool()
+        return graph, sums, grads
 
     def average(self):
-        """The gradients' mean over the ranks, as DDP computes it, in one tensor for each dtype."""
+        """The gradients' mean over the ranks, as DDP computes it, in one tensor."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        for dtype in dict.fromkeys(g.dtype for g in grads):
-            own = [g for g in grads if g.dtype == dtype]
-            flat = _flatten_dense_tensors(own)
-            if self.in_bf16:
-                flat = flat.bfloat16()
-            dist.all_reduce(flat.div_(dist.get_world_size()))
-            torch._foreach_copy_(own, _unflatten_dense_tensors(flat, own))
+        flat = _flatten_dense_tensors(grads)
+        if self.in_bf16:
+            flat = flat.bfloat16()
+        dist.all_reduce(flat.div_(dist.get_world_size()))
+        torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
 
 
 def numbers(model):

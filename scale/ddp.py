@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from system.errors import UserError
-
 
 def wrap(model, cfg, world, unused=False):
     """The model as the loop calls it: in DDP if nothing else averages gradients.
@@ -19,8 +17,6 @@ def wrap(model, cfg, world, unused=False):
         return model
     on_gpu = world.device.type == "cuda"
     in_bf16 = cfg.reduce_dtype == "bf16" and cfg.weights == "fp32"
-    if in_bf16 and not on_gpu:
-        raise UserError("reduce_dtype=bf16 under DDP needs a CUDA device; try --reduce_dtype=fp32")
     # the argument's newer name is not in torch 2.11
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
     ddp = DDP(
@@ -30,7 +26,6 @@ def wrap(model, cfg, world, unused=False):
         broadcast_buffers=False,
         find_unused_parameters=unused,
     )
-    ddp.trained = model.trained
     if in_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -46,7 +41,7 @@ class DDP(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or hasattr(DistributedDataParallel, name):
+            if name == "module":
                 raise
         part = getattr(self.module, name)
         if not inspect.ismethod(part):

@@ -76,9 +76,8 @@ class DocumentMask:
         if not self.documents.on:
             return self.core(q, k, v, backend, dropout, **more)
         if q.size(2) != self.documents.row:
-            lengths = f"attention has rows of {q.size(2)} tokens, the batch of {self.documents.row}"
-            why = f"{lengths}, merged so that they cross documents"
-            raise UserError(f"document_mask=True: {why}; leave it out")
+            what = "model.py merges tokens, also those of two documents"
+            raise UserError(f"document_mask=True: {what}; leave it out")
         usual = self.core is kernels.attention and "attention" not in forms.edits
         if usual and takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))

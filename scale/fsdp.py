@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_map
 
 import fast
 from scale import memory, parallel
-from system.errors import UserError
 
 
 def shard(model, cfg, world, analysis=None):
@@ -32,7 +31,6 @@ def shard(model, cfg, world, analysis=None):
             block.register_forward_hook(with_all_gradients)
 
     units = units_of(model, cfg, analysis)
-    refuse_shared(model, units, cfg)
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
         # the head not before the backward, which begins with it
@@ -124,23 +122,6 @@ def shared_modules(blocks):
     return found
 
 
-def refuse_shared(model, units, cfg):
-    """Raises UserError for a parameter that modules of two units share."""
-    unit_of = {}  # {module: its unit's number}; those of the root have none
-    for number, modules in enumerate(units):
-        for module in modules:
-            for part in module.modules():
-                unit_of.setdefault(part, number)
-    holders = {}
-    for prefix, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            where = f"parallel={cfg.parallel}: {prefix}.{name}"
-            unit = unit_of.get(module)
-            if holders.setdefault(p, unit) != unit:
-                advice = "share the module, or try --parallel=ddp"
-                raise UserError(f"{where} is shared by blocks; {advice}")
-
-
 def bytes_of_unit(modules):
     """Bytes of their parameters, gathered in 16 bits."""
     return 2 * sum(p.numel() for module in modules for p in module.parameters())
@@ -175,11 +156,8 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
         left -= size
         unit.set_reshard_after_forward(False, recurse=False)
         model.unsharded_units.append(unit)
-    if not model.unsharded_units:
-        return []
-    gib = sum(model.unit_bytes[unit] for unit in model.unsharded_units) / memory.GIB
     count = f"{len(model.unsharded_units)} of {len(model.unit_bytes)} units"
-    return [("gathered", f"{count} stay gathered during a step, {gib:.1f} GiB")]
+    return [("gathered", f"{count} stay gathered during a step")]
 
 
 def room(cfg, world):

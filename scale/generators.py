@@ -1,4 +1,4 @@
-"""Random generators of torch, numpy and Python: seeded by rank, saved, and set back by remat."""
+"""Random generators of torch, numpy and Python: seeded by rank, saved and set back."""
 
 import contextlib
 import random
@@ -54,35 +54,3 @@ def preserved(device):
 def others():
     """The states of numpy's and of Python's generator, cheaper than those of `states`."""
     return np.random.get_state(), random.getstate()
-
-
-def replay():
-    """(recorded, replayed): contexts of a forward's part and of its recomputation (`context_fn`).
-
-    Both draw the same numbers of numpy and Python, after which their generators are as if the
-    recomputation had not been. torch.utils.checkpoint does so for torch's own. It takes 20
-    microseconds a part.
-    """
-    before = None
-
-    @contextlib.contextmanager
-    def recorded():
-        nonlocal before
-        before = others()
-        yield
-
-    @contextlib.contextmanager
-    def replayed():
-        now = others()
-        set_others(before)
-        try:
-            yield
-        finally:
-            set_others(now)
-
-    return recorded(), replayed()
-
-
-def set_others(found):
-    np.random.set_state(found[0])
-    random.setstate(found[1])

@@ -14,11 +14,9 @@ from system.errors import UserError, launched, this_rank
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
-GROUP = 256  # elements that share a float32 scale in adamw8bit's moments, as in its module
+GROUP = 256  # elements that share a float32 scale in adamw8bit's moments
 # part of the estimate that batch_size=auto leaves free; it was within 9% of all measured peaks
 MARGIN = 0.1
-# from so many bytes on, an offloaded activation's host memory is no power of two
-PINNED_EXACTLY = 2**26
 LESS = (
     "--remat=selective or block, --optimizer=adamw8bit --weights=bf16 or --parallel=fsdp; "
     "`python bench.py memory` lists what fits"
@@ -28,10 +26,7 @@ UNIT_MIB = 100
 
 
 def estimate(cfg, ranks):
-    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes.
-
-    `on_host` counts the host's.
-    """
+    """{part: bytes of GPU memory on a rank} for a Config and `ranks` processes."""
     total, block = total_and_block_parameters(cfg)
     shards = shards_of(cfg, ranks)
     sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
@@ -53,9 +48,6 @@ def estimate(cfg, ranks):
 
     if sharded and not several_micro_steps:  # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
-    elif cfg.offload_states and cfg.parallel == "hsdp":
-        # added up on the GPU until the last micro-step
-        backward["gradients"] = BYTES[cfg.reduce_dtype] * total / shards
     elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
@@ -67,9 +59,7 @@ def estimate(cfg, ranks):
     backward["activations"] = activations
     backward["loss or a block's backward"] = max(loss_bytes(cfg), backward_bytes(cfg, recomputed))
 
-    largest = backward
-    if sum(update.values()) > sum(backward.values()):
-        largest = update
+    largest = max(backward, update, key=lambda parts: sum(parts.values()))
     return {part: int(size) for part, size in largest.items()}
 
 
@@ -112,13 +102,9 @@ def shards_of(cfg, ranks):
     if cfg.parallel == "ddp":
         return 1
     if cfg.parallel == "hsdp":
-        return cfg.shard_size or ranks_of_host(ranks)
+        of_host = this_rank().local_size if launched() else min(8, ranks)
+        return cfg.shard_size or of_host
     return ranks
-
-
-def ranks_of_host(ranks):
-    """Of `ranks`, how many run on one host: as torchrun says, else up to 8."""
-    return this_rank().local_size if launched() else min(8, ranks)
 
 
 def gathers_8_bits(cfg, shards):
@@ -171,9 +157,8 @@ def recomputed_blocks(cfg, n_layer):
     """Indices of blocks that remat computes again: each remat_every-th, perhaps a fraction."""
     if cfg.remat == "none":
         return []
-    every = 1 if cfg.remat_every == "auto" else cfg.remat_every  # all, while it is not chosen
-    count = math.ceil(n_layer / every - 1e-6)
-    return [int(i * every + 1e-6) for i in range(count)]
+    count = math.ceil(n_layer / cfg.remat_every - 1e-6)
+    return [int(i * cfg.remat_every + 1e-6) for i in range(count)]
 
 
 def activation_bytes(cfg, recomputed):
@@ -182,20 +167,20 @@ def activation_bytes(cfg, recomputed):
     if cfg.remat_offload:
         recomputed = min(2, recomputed)  # while the others wait on the host
     each = whole * saved_activation_bytes(cfg)
-    each += recomputed * sum(sizes_under_remat(cfg))
+    each += recomputed * bytes_under_remat(cfg)
     if cfg.embedding_mix:  # what is mixed: the embedded tokens, and each such block's input before
         each += 2 * cfg.n_embd * (1 + len(cfg.mixed_layers))
     return cfg.rank_tokens * each
 
 
-def sizes_under_remat(cfg):
-    """[Bytes a token] of the tensors that a block keeps where it is computed again."""
+def bytes_under_remat(cfg):
+    """Bytes a token of the tensors that a block keeps where it is computed again."""
     if cfg.remat == "selective":
-        return [saved_activation_bytes(cfg, selective=True)]
-    sizes = [2 * cfg.n_embd]  # its input
+        return saved_activation_bytes(cfg, selective=True)
+    size = 2 * cfg.n_embd  # its input
     if cfg.remat == "attention":  # attention's output and logsumexp besides
-        sizes += [2 * cfg.attention_width, 4 * cfg.n_head]
-    return sizes
+        size += 2 * cfg.attention_width + 4 * cfg.n_head
+    return size
 
 
 def saved_activation_bytes(cfg, selective=False):
@@ -222,35 +207,6 @@ def saved_activation_bytes(cfg, selective=False):
     return size
 
 
-def on_host(cfg, ranks):
-    """{part: bytes of the host's memory on a rank}.
-
-    All but moments are pinned; what PyTorch itself pins takes a power of two of bytes.
-    """
-    parts = {}
-    if cfg.offload_states:
-        shards = shards_of(cfg, ranks)
-        shapes = cfg.block_matmuls * cfg.n_layer
-        shapes += [(cfg.padded_vocab, width) for width in cfg.tables]
-        if cfg.positions == "learned":
-            shapes.append((cfg.block_size, cfg.n_embd))
-        weights = 0
-        for rows, width in shapes:
-            weights += power_of_two(BYTES[cfg.weights] * math.ceil(rows / shards) * width)
-        parts = {"parameters": weights, "gradients": weights}
-        parts["optimizer"] = int(moment_bytes(cfg) * total_and_block_parameters(cfg)[0] / shards)
-    if cfg.remat_offload:
-        sizes = [cfg.rank_tokens * each for each in sizes_under_remat(cfg)]
-        block = sum(size if size >= PINNED_EXACTLY else power_of_two(size) for size in sizes)
-        parts["activations"] = block * len(recomputed_blocks(cfg, cfg.n_layer))
-    return parts
-
-
-def power_of_two(size):
-    """The least that is not below size."""
-    return 2 ** (size - 1).bit_length()
-
-
 def largest(cfg, ranks, budget, name, values):
     """The last of a setting's values whose estimate is within `budget` bytes; None: none is.
 
@@ -265,40 +221,29 @@ def largest(cfg, ranks, budget, name, values):
 
 
 def choose(cfg, ranks, free):
-    """(cfg with each "auto" of batch_size and remat_every resolved, {setting: reason}).
+    """(cfg with batch_size="auto" resolved, {setting: reason}).
 
     free: bytes of a GPU, which the estimate and MARGIN may fill; None: no GPU. Raises UserError.
     """
-    reasons = {}
+    if cfg.batch_size != "auto":
+        return cfg, {}
     unknown = not_estimated(cfg)
     if free is None:
         unknown.append("memory is counted of CUDA devices alone")
-        free = 0
+    if unknown:
+        raise UserError(f"batch_size=auto: {unknown[0]}; give a number")
     budget = free / (1 + MARGIN)
     why = f"within {budget / GIB:.1f} GiB by estimate, as {MARGIN:.0%} more are free"
-    if cfg.batch_size == "auto":  # with all blocks under remat, if it is chosen for how many
-        if unknown:
-            raise UserError(f"batch_size=auto: {unknown[0]}; give a number")
-        rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
-        values = []
-        for n in range(1, rows + 1):
-            if rows % n == 0 and not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
-                values.append(n)
-        chosen = largest(cfg, ranks, budget, "batch_size", values)
-        if chosen is None:
-            raise UserError(f"batch_size=auto: not one row is {why}; try {LESS}")
-        cfg = dataclasses.replace(cfg, batch_size=chosen)
-        reasons["batch_size"] = f"the largest divisor of a rank's {rows:,} rows a step {why}"
-    if cfg.remat_every == "auto":
-        every = None
-        if not unknown:
-            values = [cfg.n_layer / count for count in range(cfg.n_layer, 0, -1)]
-            every = largest(cfg, ranks, budget, "remat_every", values)
-        cfg = dataclasses.replace(cfg, remat_every=every or 1.0)
-        count = len(recomputed_blocks(cfg, cfg.n_layer))
-        why = unknown[0] if unknown else why
-        reasons["remat_every"] = f"{count} of {cfg.n_layer} blocks: {why}"
-    return cfg, reasons
+    rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
+    values = []
+    for n in range(1, rows + 1):
+        if rows % n == 0 and not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
+            values.append(n)
+    chosen = largest(cfg, ranks, budget, "batch_size", values)
+    if chosen is None:
+        raise UserError(f"batch_size=auto: not one row is {why}; try {LESS}")
+    why = f"the largest divisor of a rank's {rows:,} rows a step {why}"
+    return dataclasses.replace(cfg, batch_size=chosen), {"batch_size": why}
 
 
 def describe(cfg, ranks, parameters, optimizer):
@@ -307,13 +252,10 @@ def describe(cfg, ranks, parameters, optimizer):
     parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
     one whose states are not known, or None.
     """
-    size = 2 * BYTES[cfg.weights] * parameters / shards_of(cfg, ranks) / GIB
-    where = "of the host's memory " if cfg.offload_states else ""
-    words = f"{size:.2f} GiB {where}a rank for weights and gradients"
     edited = parameters != total_and_block_parameters(cfg)[0]
     if optimizer or edited or not_estimated(cfg):
-        return f"{words}; the rest is not estimated"
-    return f"{words}, about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU in all"
+        return "not estimated"
+    return f"about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU, by estimate"
 
 
 def not_estimated(cfg):
@@ -328,11 +270,7 @@ def not_estimated(cfg):
     return [f"{name}={getattr(cfg, name)}: {why}" for name in unknown if unknown[name]]
 
 
-def advice(cfg, ranks, budget):
-    """What to change after a run was out of memory; budget: bytes of the GPU."""
-    why = f"a GPU has {budget / GIB:.1f} GiB"
-    if cfg.batch_size != "auto":
-        why += f", and this takes about {total_bytes(cfg, ranks) / GIB:.1f} by estimate"
-    return (
-        f"out of memory: {why} (what else runs: nvidia-smi); try a smaller --batch_size, or {LESS}"
-    )
+def advice(total):
+    """What to change after a run was out of memory; total: bytes of the GPU."""
+    why = f"a GPU has {total / GIB:.1f} GiB (what else runs: nvidia-smi)"
+    return f"out of memory: {why}; try a smaller --batch_size, or {LESS}"

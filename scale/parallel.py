@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale.shards import local
-from system.errors import UserError, launched, this_rank, warn
+from system.errors import UserError, launched, this_rank
 
 
 class World(NamedTuple):
@@ -68,12 +68,7 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(world.device)
     if launched() and not dist.is_initialized():
-        try:
-            join_group(backend, world, timeout_s)
-        except (ValueError, RuntimeError, OverflowError) as error:
-            why = str(error).partition("\n")[0]
-            hint = "is --master_addr reachable, and --master_port free?"
-            raise UserError(f"the ranks could not join over {backend} ({why}); {hint}") from None
+        join_group(backend, world, timeout_s)
     return world
 
 
@@ -99,15 +94,12 @@ def pick_device(name):
     found = {"cuda": cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in found if found[kind])
-    kind, _, index = name.partition(":")
-    if kind not in found or index and not index.isdigit():
-        raise UserError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
-    if kind != "cuda" and found[kind]:
-        return torch.device(kind)
-    index = int(index or this_rank().local_rank)
+    if name != "cuda" and found[name]:
+        return torch.device(name)
+    index = this_rank().local_rank
     # `index == 0` comes first: counting takes half a second
-    if found[kind] and (index == 0 or index < torch.cuda.device_count()):
-        return torch.device(kind, index)
+    if found[name] and (index == 0 or index < torch.cuda.device_count()):
+        return torch.device("cuda", index)
     raise UserError(f"device={name} is not there; try --device=cpu, or a smaller --nproc_per_node")
 
 
@@ -138,18 +130,16 @@ def free_gathered(model):
 def begin_step(model):
     """Makes parameters() the shards again, and gradients none, after code that ran the model."""
     free_gathered(model)
-    if any(p.grad is not None for p in model.parameters()):
-        warn("gradients were there before a step, as of a backward() in an evaluation: cleared")
-        model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
 
 def checksums(model):
     """int64 (n,): of each parameter the sum of its bits, of the rows that this rank holds."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for p in model.parameters():
         rows = local(p).contiguous()
-        sums.append(rows.view(kinds[rows.dtype.itemsize]).sum(dtype=torch.int64))
+        integer = getattr(torch, f"int{8 * rows.itemsize}")
+        sums.append(rows.view(integer).sum(dtype=torch.int64))
     return torch.stack(sums)
 
 
@@ -166,11 +156,10 @@ def copies_differ(model):
         group = p.device_mesh.get_group("replicate")
     if not dist.is_initialized():
         return []
-    lowest = checksums(model)
-    highest = lowest.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    differ = sum_over_ranks((lowest != highest).int()).tolist()
+    own = checksums(model)
+    first = own.clone()
+    dist.broadcast(first, group=group, group_src=0)
+    differ = sum_over_ranks((own != first).int()).tolist()
     return [name for (name, _), found in zip(model.named_parameters(), differ) if found]
 
 
@@ -185,32 +174,19 @@ def sync_gradients(model, on):
         model.set_requires_all_reduce(on)
         for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
-    if on:
-        divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
-        refuse_changes(model, may_freeze=not divided)
+    if on and isinstance(model, (DistributedDataParallel, fsdp.FSDPModule)):
+        refuse_changes(model)
 
 
-def trained(model):
-    """[(name, parameter, whether it is trained)] of a model."""
-    return [(name, p, p.requires_grad) for name, p in model.named_parameters()]
-
-
-def refuse_changes(model, may_freeze=False):
+def refuse_changes(model):
     """Raises UserError if a parameter was frozen or thawed after the model was built.
 
-    DDP, FSDP2 and a CUDA graph have recorded which parameters are trained, and the optimizer lacks
-    those that were frozen. may_freeze: freezing one is right, as it is without these three. Under
-    FSDP2 a hook on a parameter's gradient is an error as well.
+    DDP, FSDP2 and a CUDA graph have recorded which parameters are trained.
     """
-    sharded = isinstance(model, fsdp.FSDPModule)
     for name, p, before in model.trained:
-        frozen_now = before and not p.requires_grad
-        if p.requires_grad != before and not (frozen_now and may_freeze):
+        if p.requires_grad != before:
             what = f"requires_grad of {name} is {p.requires_grad}, and was {before}"
             raise UserError(f"{what} when the model was built; set it in GPT.__init__")
-        if sharded and p._backward_hooks:
-            what = f"{name} has a hook on its gradient, which FSDP2 does not call"
-            raise UserError(f"{what}; change it in train.py, in Training.normalize_and_clip")
 
 
 def sum_over_ranks(tensor):

@@ -55,22 +55,11 @@ def pick_ops(name, device, precision):
 
 
 def autocast(precision, device):
-    """The autocast context of a forward; with any precision but fp32, float32 GEMMs use TF32."""
+    """The autocast context of a forward, which may not be entered again within itself.
+
+    With any precision but fp32, float32 GEMMs use TF32.
+    """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if precision not in DTYPES:
         return contextlib.nullcontext()
-    return Autocast(device.type, DTYPES[precision])
-
-
-class Autocast:
-    """torch.autocast that may be entered again within itself; torch's own would then not end."""
-
-    def __init__(self, *options):
-        self.options, self.entered = options, []
-
-    def __enter__(self):
-        self.entered.append(torch.autocast(*self.options))
-        self.entered[-1].__enter__()
-
-    def __exit__(self, *error):
-        self.entered.pop().__exit__(*error)
+    return torch.autocast(device.type, DTYPES[precision])

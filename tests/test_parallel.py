@@ -177,7 +177,7 @@ def test_without_torchrun_there_is_one_rank_whatever_the_environment_says(monkey
     monkeypatch.setenv(name, word)
     assert parallel.start("cpu") == (0, 1, torch.device("cpu"))
     check(Config())
-    assert this_rank() == (0, 1, 0, 1) and memory.ranks_of_host(4) == 4
+    assert this_rank() == (0, 1, 0, 1) and memory.shards_of(Config(parallel="hsdp"), 4) == 4
 
 
 def gradients(*values):

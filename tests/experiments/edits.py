@@ -247,7 +247,7 @@ PATCHES = [
         [(HEAD, HEAD + "        self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight\n")],
         (modes.PLAIN, modes.DDP, modes.FSDP),
         sample=(modes.FSDP,),
-        refused={modes.FSDP: "blocks.1.mlp.up.weight is shared by blocks; share the module"},
+        refused={modes.FSDP: "a block reads or shares another one's weights"},
     ),
     Patch(
         "a GRU in each block",
