@@ -20,7 +20,7 @@ from corpus.shards import read_manifest, read_token_bytes, verify
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, pack, source
-from run.flops import ModelAnalysis, total_and_matmul_parameters
+from run.flops import ModelAnalysis, total_parameters
 from scale import context_parallel, memory, parallel
 from scale.precision import pick_ops, pick_precision
 from settings import conflicts
@@ -301,13 +301,12 @@ def open_initial_weights(cfg):
 def describe(cfg, training, start):
     """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
-    total, matmul = total_and_matmul_parameters(state.model)
     steps = tokens = None  # the clock decides
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
     optimizer = optim.unknown(state.optimizer)
     rows = [
-        ("parameters", f"{total:,} without vocabulary padding, {matmul:,} of them in matmuls"),
+        ("parameters", f"{total_parameters(state.model):,} without vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
