@@ -32,8 +32,7 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
     reasons = {}
-    in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
-    fp16 = not any("precision=fp16" in line for line in in_fp16)
+    fp16 = not conflicts(dataclasses.replace(cfg, precision="fp16"), parallel.rank_and_size()[1])
     precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
     attention = cfg.attention
     reasons["attention"] = "as set"
@@ -63,15 +62,11 @@ def free_memory(cfg, device):
 def try_out(cfg, world, step):
     """The settings of a dry run from a step on: two steps, of which nothing is saved.
 
-    It compares the shards with their checksums first, on rank 0. CUDA graphs take further steps.
+    It compares the shards with their checksums first, on rank 0.
     """
     if world.main:
         verify(cfg.data_dir)
-    steps = 2
-    if cfg.cuda_graph:
-        from scale.cuda_graph import EAGER_STEPS
-
-        steps += EAGER_STEPS
+    steps = 5 if cfg.cuda_graph else 2  # a graph is captured after three
     length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
     return dataclasses.replace(cfg, **length, save_interval=0)
 
@@ -81,8 +76,6 @@ def make_loader(cfg, world):
 
     docs/experiment.md describes them.
     """
-    if (cfg.init_from or "").startswith("hf:") and cfg.tokenizer:  # the weights', by hf.adopt
-        refuse_other_tokenizer(cfg, cfg.tokenizer)
     return TokenLoader(
         cfg.data_dir,
         "train",
@@ -283,8 +276,8 @@ def open_initial_weights(cfg):
         saved = hf.open_hf(name)
     else:  # checkpoint.find compares the manifest over ranks
         saved = checkpoint.open_model(name)
-        if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
-            refuse_other_tokenizer(cfg, saved.tokenizer)
+    if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
+        refuse_other_tokenizer(cfg, saved.tokenizer)
     shorter = cfg.block_size < saved.shape.block_size
     free = ["vocab_multiple"]
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
@@ -314,39 +307,22 @@ def describe(cfg, training, start):
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
-    else:
-        rows.append(("data", f"batches of {type(state.loader).__name__}"))
-    rows += describe_batch(cfg, world.size, training.accumulation)
+    ranks = f"{world.size} ranks"
+    if cfg.context_parallel > 1:
+        ranks += f" / {cfg.context_parallel}"
+    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
+    rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     if world.size > 1:
         rows.append(("timeout_s", f"{cfg.timeout_s}: a rank for which others wait longer is lost"))
     if steps is None:
         seconds = f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps"
         rows.append(("run", f"from step {state.step} on, {seconds}; max_steps does not count"))
-        rows.append(("", "how many they are, and so the weights, differs from run to run"))
     else:
         rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
         if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
             words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
             rows.append(("warning", words))
-    ids = getattr(state.loader, "ids", None)
-    if ids and not cfg.init_from:  # weights from elsewhere may have more
-        if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
-            words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
-            rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
     return rows + start.rows(state)
-
-
-def describe_batch(cfg, size, accumulation):
-    """Rows of what a step of so many micro-steps is on `size` ranks, at first and later."""
-    ranks = f"{size} ranks"
-    if cfg.context_parallel > 1:
-        ranks = f"{size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
-    rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
-    for batch, until in cfg.stages[:-1]:
-        steps = cfg.micro_steps(size, batch)
-        rows.append(("", f"{batch:,} tokens, {steps} micro-steps, up to {until:.0%} of the run"))
-    return rows
 
 
 def describe_optimizer(optimizer, lr):
@@ -355,8 +331,6 @@ def describe_optimizer(optimizer, lr):
     lr: the peak rate, of which a group's own is its `factor`.
     """
     name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
-    if any(group.get("fused") for group in optimizer.param_groups):
-        name += ", fused"
     rows = [("optimizer", f"{name}; with vocabulary padding:")]
     for group in optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
