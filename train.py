@@ -35,6 +35,7 @@ from run.build import (
     choose_graph,
     describe,
     make_loader,
+    separator,
     try_out,
     validation_loaders,
     wrap,
@@ -170,7 +171,7 @@ def train(cfg, world, watch, stack):
     cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
     val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
     agreement.data(cfg, loader, val_loaders)
-    eot = getattr(loader, "eot", None)
+    eot = separator(cfg, loader)
     proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
     if cfg.overfit:
         loader = Repeated(loader, cfg.micro_steps(world.size))

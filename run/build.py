@@ -5,7 +5,6 @@ describes all of it in the start-up summary.
 """
 
 import dataclasses
-import shlex
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from corpus.shards import read_manifest, read_token_bytes, verify
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, pack, source
-from run.flops import ModelAnalysis, total_parameters
+from run.flops import ModelAnalysis
 from scale import context_parallel, memory, parallel
 from scale.precision import pick_ops, pick_precision
 from settings import conflicts
@@ -42,18 +41,16 @@ def choose(cfg, device):
     cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
     # every rank takes part, also one that was started without auto
     free = parallel.gather_objects(free_memory(cfg, device))
-    ranks = len(free)
-    least = None if None in free else min(free)
-    cfg, chosen = memory.choose(cfg, ranks, least)
+    cfg, chosen = memory.choose(cfg, len(free), min(free))
     reasons |= chosen
     shown = vars(cfg) | {"remat_every": f"{cfg.remat_every:.3g}"}
     return cfg, [(name, f"{shown[name]} ({why})") for name, why in reasons.items()]
 
 
 def free_memory(cfg, device):
-    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; None without CUDA."""
+    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; 0 without CUDA."""
     if device.type != "cuda":
-        return None
+        return 0
     free, _ = torch.cuda.mem_get_info(device)
     limit = getattr(cfg, "gpu_gib", None)
     return min(free, limit * memory.GIB) if limit else free
@@ -120,11 +117,10 @@ def refuse_other_tokenizer(cfg, tokenizer):
         if name == tokenizer or sizes is None:
             continue
         if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
-            why = f"the weights of init_from={cfg.init_from} use {tokenizer}"
-            make = f"python fineweb.py --tokenizer={shlex.quote(tokenizer)}"
             raise DataError(
-                f"data_dir={folder} was tokenized with {name}, {why}; make the data again "
-                f"with {make}"
+                f"data_dir={folder} was tokenized with {name}, the weights of "
+                f"init_from={cfg.init_from} use {tokenizer}; make the data again with "
+                f"python fineweb.py --tokenizer={tokenizer}"
             )
 
 
@@ -142,8 +138,6 @@ def build_model(cfg, world, weights=None, eot=None):
         what = f"remat={cfg.remat}: model.py draws from numpy's or Python's random numbers"
         why = "of which torch.compile does not draw the same again"
         raise UserError(f"{what}, {why}; draw from torch, or set --compile=False")
-    if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
-        eot = separator(cfg)
     if is_sharded(cfg):
         with torch.device(device):  # its buffers and other tensors; its parameters are on meta
             model = models.on_meta(cfg)
@@ -168,14 +162,15 @@ def build_model(cfg, world, weights=None, eot=None):
     return model, analysis
 
 
-def separator(cfg):
-    """The id before each document, the tokenizer's, or None where nothing tells the tokenizer."""
-    if cfg.tokenizer:
+def separator(cfg, loader):
+    """The id before each document, the data's or the tokenizer's; None where nobody asks for it."""
+    eot = getattr(loader, "eot", None)
+    if eot is None and cfg.document_mask:
+        if not cfg.tokenizer:
+            why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
+            raise UserError(f"document_mask {why}; set --tokenizer")
         return tokenizers.load(cfg.tokenizer).eot
-    if cfg.document_mask:
-        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
-        raise UserError(f"document_mask {why}; set --tokenizer")
-    return None
+    return eot
 
 
 def is_sharded(cfg):
@@ -299,7 +294,7 @@ def describe(cfg, training, start):
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
     optimizer = optim.unknown(state.optimizer)
     rows = [
-        ("parameters", f"{total_parameters(state.model):,} without vocabulary padding"),
+        ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
@@ -319,9 +314,6 @@ def describe(cfg, training, start):
         rows.append(("run", f"from step {state.step} on, {seconds}; max_steps does not count"))
     else:
         rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
-        if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
-            words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
-            rows.append(("warning", words))
     return rows + start.rows(state)
 
 
@@ -331,7 +323,7 @@ def describe_optimizer(optimizer, lr):
     lr: the peak rate, of which a group's own is its `factor`.
     """
     name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
-    rows = [("optimizer", f"{name}; with vocabulary padding:")]
+    rows = [("optimizer", name)]
     for group in optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         rate = lr * group.get("factor", 1.0)

@@ -15,45 +15,37 @@ from scale import generators
 from scale.precision import DTYPES
 from system.errors import UserError, listed
 
-# {pattern: dense TFLOP/s in 16 bits, in fp32}, from data sheets: fp8 is twice the first, tf32 half
-# of the patterns in a device's name the first counts
+# {pattern in a device's name: dense TFLOP/s in 16 bits}, from data sheets; the first one counts
 PEAK_TFLOPS = {
-    "B200|GB200": (2250, 75),
-    "H100 PCIe|H800 PCIe": (756, 51),
-    "H100 NVL|H200 NVL": (835, 60),
-    "H100|H200|H800|GH200": (989, 67),
-    "A100|A800": (312, 19.5),
-    "L40S": (362, 91.6),
-    "L4": (121, 30.3),
-    "A10": (125, 31.2),
-    "RTX 5090": (209.5, 104.8),
-    "RTX 4090": (165, 82.6),
-    "RTX 3090": (71, 35.6),
-    "V100": (125, 15.7),
-    "T4": (65, 8.1),
-    "MI300X": (1307, 163),  # fp32: of matrix units
+    "B200|GB200": 2250,
+    "H100 PCIe|H800 PCIe": 756,
+    "H100 NVL|H200 NVL": 835,
+    "H100|H200|H800|GH200": 989,
+    "A100|A800": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10": 125,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+    "MI300X": 1307,
 }
+RELATIVE = {"bf16": 1, "fp16": 1, "fp8": 2, "tf32": 0.5}  # to 16 bits
 
 
 def peak_flops(device, precision):
     """Peak FLOP/s of one device at this precision; None if unknown, and the MFU is then n/a."""
-    if device.type != "cuda":
+    if device.type != "cuda" or precision not in RELATIVE:
         return None
     name = torch.cuda.get_device_name(device)
     if re.search(r"\b(Laptop|D|MIG)\b", name):  # a smaller chip of that name, or a part of one
         return None
-    for pattern, (in_16_bits, in_fp32) in PEAK_TFLOPS.items():
+    for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100
-            if precision == "fp32":
-                return in_fp32 * 1e12
-            return in_16_bits * 1e12 * {"fp8": 2, "tf32": 0.5}.get(precision, 1)
+            return tflops * 1e12 * RELATIVE[precision]
     return None
-
-
-def total_parameters(model):
-    """Of a model, without vocabulary padding; a shared weight counts once."""
-    padding = model.cfg.padded_vocab - model.cfg.vocab_size
-    return sum(p.numel() for p in model.parameters()) - padding * sum(model.cfg.tables)
 
 
 class OperationCounter(TorchFunctionMode):

@@ -19,10 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from run import source
-from run.build import separator
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
-from run.signals import first_line
 from scale import generators, memory, parallel
 from scale.shards import copy_into
 from system import files
@@ -56,8 +54,6 @@ def prove(make, cfg, world, loader, eot):
     facts = f"{source.tag()} {same} {world.size} {world.device.type} {torch.__version__}"
     if parallel.gather_objects(note.exists() and note.read_text() == facts)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
-    if eot is None and cfg.document_mask:
-        eot = separator(cfg)
     unit = memory.UNIT_MIB
     memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
     try:
@@ -79,19 +75,19 @@ def prove(make, cfg, world, loader, eot):
 
 def cropped(loader, cfg, eot):
     """[(x, y)] of a step's micro-batches: two short rows each, (B, T), with separators in them."""
-    position = loader.state_dict()
-    batches = [loader.next() for _ in range(MICRO_STEPS)]
-    loader.load_state_dict(position)
     N = cfg.context_parallel
-    T = min(PART * max(2, N), *(x.size(1) for x, _ in batches)) // N * N
+    position = loader.state_dict()
     found = []
-    for x, y in batches:
+    for _ in range(MICRO_STEPS):
+        x, y = loader.next()
+        T = min(PART * max(2, N), x.size(1)) // N * N
         x, y = x[:2, :T].clone(), y[:2, :T]
         if eot is not None:
             x[:, separators(T)] = eot
         if not (y >= 0).any():  # a dialogue's long question: none of these targets has loss
             y = x.roll(-1, 1)
         found.append((x, y))
+    loader.load_state_dict(position)
     return found
 
 
@@ -112,24 +108,19 @@ class Proof:
     narrow = True
 
     def run(self):
-        """What was measured; raises UserError if the run differs from plain code, or NotProved.
-
-        It must differ with each of two draws of weights: rounding may turn a choice of experts.
-        """
+        """What was measured; raises UserError if the run differs from plain code, or NotProved."""
         self.draws = self.cfg.seed + self.world.rank  # the run's ranks draw other numbers, too
         words = self.difference(self.cfg)
         if words:
-            other = replace(self.cfg, seed=self.cfg.seed + 1)
-            words = self.difference(other)
-            if words:
-                self.explain(other, words)
+            self.explain(words)
         if self.cfg.save_interval or self.cfg.cuda_graph or self.cfg.dry_run:
             everywhere(self.compare_resumed)
         everywhere(self.compare_tokens)
         return self.found
 
-    def explain(self, cfg, words):
+    def explain(self, words):
         """Raises UserError that names the mode in which a run differs, unless it draws numbers."""
+        cfg = self.cfg
         loss = self.plain["loss"]
         self.draws += 1
         draws = self.plain_step(cfg)["loss"] != loss
@@ -149,9 +140,9 @@ class Proof:
         self.found = []
         try:
             self.plain = self.plain_step(cfg)
-        except NotProved:
+        except UserError as why:
             if not self.narrow or memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
-                raise
+                raise NotProved(f"without any mode, {why}") from None
             self.narrow = False  # an edit may need a width, or a depth
             return self.difference(cfg)
         calls = self.plain["calls"]
@@ -180,7 +171,6 @@ class Proof:
         changes = dict(
             batch_size=B,
             batch_tokens=MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel),
-            batch_schedule=None,
             init_from=None,
             clip=None,
             dropout=0.0,
@@ -209,50 +199,40 @@ class Proof:
         return training.accumulate(batches().__next__)
 
     def plain_step(self, cfg):
-        """As `step`, of random weights and without modes: ranks have all weights and whole rows.
-
-        Raises NotProved where model.py fails so.
-        """
+        """As `step`, of random weights and without modes: ranks have all weights and whole rows."""
         calls = []
-        failed = None
-        try:
-            training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
-            model = training.model = training.state.model  # not in DDP
-            fill(model, cfg.seed)
-            self.weights = whole(dict(model.named_parameters()) | persistent_buffers(model))
-            for number, block in enumerate(model.blocks):
-                block.register_forward_hook(lambda *_, number=number: calls.append(number))
-            totals = self.accumulate(training)
-        except UserError:
-            raise
-        except Exception as error:  # of any type: an edit's
-            failed = f"without any mode model.py fails: {type(error).__name__}: {first_line(error)}"
-        for words in parallel.gather_objects(failed):
-            if words:
-                raise NotProved(words)
-        for p in model.parameters():
-            if p.requires_grad:  # a rank may lack some
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                parallel.sum_over_ranks(p.grad.div_(self.world.size))
+        training, totals = everywhere(self.plain_gradients, cfg, calls)
         found = self.step(training, totals)
         if not found["loss"]["this model.py"].isfinite():
-            raise NotProved("without any mode the loss is not finite")
+            raise NotProved("without any mode, the loss is not finite")
         return found | {"training": training, "calls": calls}
 
-    def step(self, training, totals, gradients=None):
-        """{one of LIMITS: {name: tensor}} of a step whose gradients are accumulated.
+    def plain_gradients(self, cfg, calls):
+        """(Training, totals) of plain code; calls gets the number of each block that runs."""
+        training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
+        model = training.model = training.state.model  # not in DDP
+        fill(model, cfg.seed)
+        self.weights = whole(dict(model.named_parameters()) | persistent_buffers(model))
+        for number, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda *_, number=number: calls.append(number))
+        return training, self.accumulate(training)
 
-        It updates by other `gradients`, if there are any.
+    def step(self, training, totals, gradients=None):
+        """{one of LIMITS: {name: tensor}} of a step, after its forward and backward.
+
+        gradients: by which it updates; None: by its own, which it averages, as plain code does not.
         """
         model = training.state.model
         parameters = dict(model.named_parameters())
+        for p in parameters.values():
+            if p.grad is None:  # perhaps on this rank alone
+                p.grad = torch.zeros_like(p)
+            if not gradients:
+                parallel.sum_over_ranks(p.grad.div_(self.world.size))
         norm = training.normalize_and_clip(totals)
         loss, *_ = training.figures.over_ranks(totals, norm, {}).get()
         found = {"loss": {"this model.py": torch.tensor(loss)}}
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
-        }
-        found["gradient"] = whole(grads)
+        found["gradient"] = whole({name: p.grad for name, p in parameters.items()})
         # under context parallelism a rank's buffers are those of its tokens
         found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
         for places in range(3):

@@ -52,11 +52,9 @@ def load_model(cfg, world, precision):
 
 def other(cfg):
     """The settings of the model in the folder cfg.against; None without one."""
-    if not cfg.against:
-        return None
-    if not Path(cfg.against).is_dir():  # told before the first model is measured
-        raise UserError(f"against={cfg.against}: no such folder")
-    return replace(cfg, checkpoint=cfg.against, pretrained=None)
+    if cfg.against:
+        return replace(cfg, checkpoint=cfg.against, pretrained=None)
+    return None
 
 
 def folders(cfg, tokenizer):

@@ -104,7 +104,7 @@ def whole(module, prefix, given):
             device = parameter.device_mesh.device_type
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         first = torch.full(parameter.shape, torch.nan, dtype=dtype, device=device)
-        module._parameters[name] = torch.nn.Parameter(first, parameter.requires_grad)
+        module._parameters[name] = torch.nn.Parameter(first)
     yield
     for name, parameter in own.items():
         first = module._parameters[name].detach()

@@ -267,13 +267,12 @@ def largest(cfg, ranks, budget, name, values):
 def choose(cfg, ranks, free):
     """(cfg with each "auto" of batch_size and remat_every resolved, {setting: reason}).
 
-    free: bytes of a GPU, which the estimate and MARGIN may fill; None: no GPU. Raises UserError.
+    free: bytes of a GPU, which the estimate and MARGIN may fill; 0: no GPU. Raises UserError.
     """
     reasons = {}
     unknown = not_estimated(cfg)
-    if free is None:
+    if free == 0:
         unknown.append("memory is counted of CUDA devices alone")
-        free = 0
     budget = free / (1 + MARGIN)
     why = f"within {budget / GIB:.1f} GiB by estimate, as {MARGIN:.0%} more are free"
     if cfg.batch_size == "auto":  # with all blocks under remat, if it is chosen for how many

@@ -21,7 +21,7 @@ import optim
 import run.prove
 import train
 from configurator import configure
-from run.build import choose, make_loader
+from run.build import choose, make_loader, separator
 from run.signals import errors_explained
 from scale import parallel
 from scale.shards import local
@@ -41,7 +41,7 @@ def proved(edit, words):
         before = loader.state_dict()
         try:
             with errors_explained(cfg, world):
-                ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, None)
+                ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, separator(cfg, loader))
             assert loader.state_dict() == before
         except UserError as error:
             found = f"refused: {error}"
