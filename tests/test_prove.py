@@ -39,9 +39,10 @@ def proved(edit, words):
         world = parallel.join(cfg)
         loader = make_loader(cfg, world)
         before = loader.state_dict()
+        eot = separator(cfg, loader)
         try:
             with errors_explained(cfg, world):
-                ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, separator(cfg, loader))
+                ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, eot)
             assert loader.state_dict() == before
         except UserError as error:
             found = f"refused: {error}"
