@@ -20,7 +20,16 @@ from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, pack, source
 from run.flops import ModelAnalysis
-from scale import context_parallel, memory, parallel
+from scale import (
+    activation_checkpointing,
+    context_parallel,
+    cuda_graph,
+    ddp,
+    documents,
+    fsdp,
+    memory,
+    parallel,
+)
 from scale.precision import pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError
@@ -63,7 +72,7 @@ def try_out(cfg, world, step):
     """
     if world.main:
         verify(cfg.data_dir)
-    steps = 5 if cfg.cuda_graph else 2  # a graph is captured after three
+    steps = 2 + cuda_graph.EAGER_STEPS if cfg.cuda_graph else 2
     length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
     return dataclasses.replace(cfg, **length, save_interval=0)
 
@@ -179,9 +188,6 @@ def is_sharded(cfg):
 
 def prepare(model, cfg, world, eot, analysis):
     """Applies in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    # imported here, since `import train` need not load these files
-    from scale import activation_checkpointing, documents, fsdp
-
     sharded = is_sharded(cfg)
     if cfg.offload_states and not sharded:
         raise UserError(
@@ -237,22 +243,11 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.tag()
 
 
-def choose_graph(cfg, micro_step, model):
-    """The micro-step as a CUDA graph, or None as it is set."""
-    if not cfg.cuda_graph:
-        return None
-    from scale.cuda_graph import GraphedMicroStep  # a file that `import train` need not load
-
-    return GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
-
-
 def wrap(model, cfg, world, analysis, optimizer):
     """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
 
     optimizer: the name of one whose states are not known, or None.
     """
-    from scale import ddp, fsdp  # files that `import train` need not load
-
     if cfg.parallel == "ddp":
         unused = bool(analysis.problem or analysis.unused or analysis.draws)
         return ddp.wrap(model, cfg, world, unused), []
@@ -292,28 +287,25 @@ def describe(cfg, training, start):
     steps = tokens = None  # the clock decides
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
-    optimizer = optim.unknown(state.optimizer)
+    other = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, optimizer)),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters, other)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
-    ranks = f"{world.size} ranks"
-    if cfg.context_parallel > 1:
-        ranks += f" / {cfg.context_parallel}"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {training.accumulation} micro-steps"
+    of_rank = f"{cfg.rank_tokens:,} on each of {world.size} ranks"
+    micro = f"{training.accumulation} micro-steps of {of_rank}"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     if world.size > 1:
         rows.append(("timeout_s", f"{cfg.timeout_s}: a rank for which others wait longer is lost"))
-    if steps is None:
-        seconds = f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps"
-        rows.append(("run", f"from step {state.step} on, {seconds}; max_steps does not count"))
-    else:
-        rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
+    until = f"{cfg.max_seconds} s of steps; max_steps does not count"
+    if steps is not None:
+        until = f"{steps}: {tokens:,} tokens"
+    rows.append(("run", f"steps {state.step} to {until}"))
     return rows + start.rows(state)
 
 

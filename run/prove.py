@@ -33,7 +33,6 @@ LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
-SEE = "(docs/experiment.md)"
 
 
 class NotProved(Exception):
@@ -130,10 +129,12 @@ class Proof:
             if value != off and not self.difference(cfg):
                 if draws and (name == "context_parallel" or cfg.remat_tile):
                     raise NotProved(f"{name}={value}: model.py draws numbers, by shapes")
-                raise UserError(f"{name}={value}: {words} {SEE}")
+                raise UserError(f"{name}={value}: {words} (docs/experiment.md)")
         if draws:
             raise NotProved("model.py draws numbers, perhaps of a generator of its own")
-        raise UserError(f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} {SEE}")
+        raise UserError(
+            f"{self.world.size} ranks, {MICRO_STEPS} micro-steps: {words} (docs/experiment.md)"
+        )
 
     def difference(self, cfg):
         """How a step in the run's modes differs from plain code, in words; None: it does not."""
@@ -145,8 +146,7 @@ class Proof:
                 raise NotProved(f"without any mode, {why}") from None
             self.narrow = False  # an edit may need a width, or a depth
             return self.difference(cfg)
-        calls = self.plain["calls"]
-        if any(others != calls for others in parallel.gather_objects(calls)):
+        if any(calls != self.calls for calls in parallel.gather_objects(self.calls)):
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
         self.built = self.build(cfg, self.weights)
@@ -200,20 +200,20 @@ class Proof:
 
     def plain_step(self, cfg):
         """As `step`, of random weights and without modes: ranks have all weights and whole rows."""
-        calls = []
-        training, totals = everywhere(self.plain_gradients, cfg, calls)
+        training, totals = everywhere(self.plain_gradients, cfg)
         found = self.step(training, totals)
         if not found["loss"]["this model.py"].isfinite():
             raise NotProved("without any mode, the loss is not finite")
-        return found | {"training": training, "calls": calls}
+        return found
 
-    def plain_gradients(self, cfg, calls):
-        """(Training, totals) of plain code; calls gets the number of each block that runs."""
+    def plain_gradients(self, cfg):
+        """(Training, totals) of plain code; self.calls gets the number of each block that runs."""
         training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
-        model = training.model = training.state.model  # not in DDP
-        fill(model, cfg.seed)
-        self.weights = whole(dict(model.named_parameters()) | persistent_buffers(model))
-        for number, block in enumerate(model.blocks):
+        self.model = training.model = training.state.model  # not in DDP
+        fill(self.model, cfg.seed)
+        self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
+        self.calls = calls = []
+        for number, block in enumerate(self.model.blocks):
             block.register_forward_hook(lambda *_, number=number: calls.append(number))
         return training, self.accumulate(training)
 
@@ -264,7 +264,9 @@ class Proof:
         if expected in found:
             self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
         elif found[0] == found[1]:
-            raise UserError(f"resume: model or optimizer keep what their state_dict lacks {SEE}")
+            raise UserError(
+                "resume: model or optimizer keep what their state_dict lacks (docs/experiment.md)"
+            )
         else:
             warn("prove: a step twice gives other bits, so no resume was compared")
 
@@ -288,16 +290,15 @@ class Proof:
         limit = LIMITS["loss"] * logits.norm()
         if self.cfg.document_mask and changed_by(slice(last))[:, last:].norm() > limit:
             why = "a document's logits depend on the one before: tokens mix outside attn.core"
-            raise UserError(f"document_mask=True: {why} {SEE}")
+            raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
             warn("model.py lets a token see later ones")
 
     def logits(self, x, y):
         """Of the plain model."""
         generators.seed(0)
-        model = self.plain["training"].model
-        model(x, y, None)  # which finds the documents
-        return model.logits(x)
+        self.model(x, y, None)  # which finds the documents
+        return self.model.logits(x)
 
 
 # -- parts of a trial
