@@ -5,6 +5,7 @@ gave them are lost: such a parameter is named, as is one that nothing gives a va
 """
 
 import contextlib
+import sys
 import traceback
 
 import torch
@@ -34,7 +35,7 @@ class Writes(TorchDispatchMode):
         if function in EMPTY:
             self.empty[number_of(result)] = result.untyped_storage()
         elif function._schema.is_mutable:
-            frames = traceback.walk_stack(None)
+            frames = traceback.walk_stack(sys._getframe())
             resets = any(frame.f_code.co_name == "reset_parameters" for frame, _ in frames)
             for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
                 self.empty.pop(number_of(tensor), None)
