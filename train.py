@@ -32,9 +32,9 @@ from run.build import (
     COMPILED,
     build_model,
     choose,
-    choose_graph,
     describe,
     make_loader,
+    separator,
     try_out,
     validation_loaders,
     wrap,
@@ -48,6 +48,7 @@ from run.prove import prove
 from run.resume import Start
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
+from scale.cuda_graph import GraphedMicroStep
 from scale.precision import autocast
 from system.files import locked
 
@@ -87,8 +88,10 @@ class Training:
         self.figures = Figures(cfg.batch_tokens, world.size)
         self.model = model  # as a micro-step calls it
         self.rows = []  # of the start-up summary
-        self.graph = choose_graph(cfg, self.micro_step, model)
-        if self.graph is None:
+        self.graph = None
+        if cfg.cuda_graph:
+            self.graph = GraphedMicroStep(self.micro_step, model, cfg.reduce_dtype)
+        else:
             other = optim.unknown(self.state.optimizer)
             self.model, self.rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
 
@@ -171,7 +174,7 @@ def train(cfg, world, watch, stack):
     cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
     val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
     agreement.data(cfg, loader, val_loaders)
-    eot = getattr(loader, "eot", None)
+    eot = separator(cfg, loader)
     proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
     next_batch = loader.next
     if cfg.overfit:  # the first batch again and again

@@ -1,4 +1,4 @@
-"""Which texts the fused forms compute: a digest of each definition in kernels.py, as tokens.
+"""Which texts the fused forms compute: a digest of the syntax of each definition in kernels.py.
 
     python -m fast.texts        prints those of kernels.py as it stands, and which were edited
 
@@ -9,24 +9,23 @@ digest here: tests/test_fast.py compares each form with the text.
 
 import ast
 import hashlib
-import tokenize
 from pathlib import Path
 
 KERNELS = Path(__file__).parent.parent / "kernels.py"
 COMPUTED = {  # what a definition calls stands before it
-    "Linear": "92d73d923918",
-    "qkv": "7d2d1b3cc679",
-    "gelu": "1ba5c190d886",
-    "relu2": "ec06fb4e2231",
-    "swiglu": "fc0b36a78ada",
-    "mlp": "b24dd55e2ee1",
-    "LayerNorm": "2e788bdc167a",
-    "RMSNorm": "f0eb57f62f4c",
-    "rotated": "87ef47141be5",
-    "rope": "cae5510b9831",
-    "attention": "e3c3229e46d5",
-    "plain_cross_entropy": "0a0961cadf38",
-    "cross_entropy": "11987bc930aa",
+    "Linear": "5f692a2c332b",
+    "qkv": "849f2b482eaf",
+    "gelu": "9b9a0504d982",
+    "relu2": "12b6bdaf7a05",
+    "swiglu": "8d50424442d3",
+    "mlp": "fe5b52606eeb",
+    "LayerNorm": "ef6a03552b3b",
+    "RMSNorm": "9e3d6b27824a",
+    "rotated": "cadb4f72ecf3",
+    "rope": "e50f64afb61f",
+    "attention": "5aa2498a2d10",
+    "plain_cross_entropy": "d785f572a8ee",
+    "cross_entropy": "54390ad63f3a",
 }
 
 
@@ -35,9 +34,9 @@ def edited(path=KERNELS):
     found = definitions(path)
     words = {}
     for name, computed in COMPUTED.items():
-        tokens = found.get(name, [])
-        changed = [words[other] for other in tokens if other in words]
-        if digest(tokens) != computed:
+        text = found[name]
+        changed = [words[other] for other in words if repr(other) in text]
+        if digest(text) != computed:
             words[name] = f"kernels.{name} was edited"
         elif changed:
             words[name] = changed[0]
@@ -45,48 +44,44 @@ def edited(path=KERNELS):
 
 
 def definitions(path):
-    """{name: its tokens} of the functions and classes of a file.
+    """{name: its syntax} of the functions and classes of a file, "" of one that it lacks.
 
     Any other statement that mentions one is part of it, such as `mlp = torch.compile(mlp)`.
     """
-    text = Path(path).read_text()
-    lines = text.splitlines(keepends=True)
-    found = {}
-    for node in ast.parse(text).body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min(part.lineno for part in (node, *decorators))
-        tokens = tokens_of(lines[first - 1 : node.end_lineno])
-        names = {node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set(tokens)
-        for name in names:
-            found.setdefault(name, []).extend(tokens)
+    found = dict.fromkeys(COMPUTED, "")
+    for node in ast.parse(Path(path).read_text()).body:
+        text = syntax(node)
+        own = getattr(node, "name", None)
+        for name in COMPUTED:
+            if name == own or own is None and repr(name) in text:
+                found[name] += text
     return found
 
 
-def tokens_of(lines):
-    """The tokens of whole statements, but for comments and strings that stand alone."""
-    found = []
-    statement = []
-    for token in tokenize.generate_tokens(iter([*lines, ""]).__next__):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT):
-            found.append(tokenize.tok_name[token.type])
-        elif token.type == tokenize.NEWLINE:
-            if len(statement) > 1 or not statement[0].endswith(('"', "'")):
-                found += [*statement, "NEWLINE"]
-            statement = []
-        elif token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
-            statement.append(token.string)
-    return found
+def syntax(part):
+    """A part of a syntax tree as text, but for statements that are a string alone.
+
+    ast.dump and ast.unparse give other texts in other versions of Python.
+    """
+    if isinstance(part, list):
+        return "".join(map(syntax, part))
+    if not isinstance(part, ast.AST):
+        return repr(part)
+    if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+        return ""
+    fields = [f"{name}={syntax(value)}" for name, value in ast.iter_fields(part) if value != []]
+    return f"{type(part).__name__}({' '.join(fields)})"
 
 
-def digest(tokens):
-    return hashlib.sha256(" ".join(tokens).encode()).hexdigest()[:12]
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def main():
     found = definitions(KERNELS)
     words = edited()
     for name in COMPUTED:
-        print(f"{name:20} {digest(found.get(name, []))}  {words.get(name, '')}")
+        print(f"{name:20} {digest(found[name])}  {words.get(name, '')}")
 
 
 if __name__ == "__main__":

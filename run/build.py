@@ -5,7 +5,6 @@ describes all of it in the start-up summary.
 """
 
 import dataclasses
-import shlex
 
 import numpy as np
 import torch
@@ -20,8 +19,17 @@ from corpus.shards import read_manifest, read_token_bytes, verify
 from fast import forms
 from fast.chips import best_attention
 from run import agreement, checkpoint, hf, pack, source
-from run.flops import ModelAnalysis, total_and_matmul_parameters
-from scale import context_parallel, memory, parallel
+from run.flops import ModelAnalysis
+from scale import (
+    activation_checkpointing,
+    context_parallel,
+    cuda_graph,
+    ddp,
+    documents,
+    fsdp,
+    memory,
+    parallel,
+)
 from scale.precision import pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError
@@ -32,8 +40,7 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
     reasons = {}
-    in_fp16 = conflicts(dataclasses.replace(cfg, precision="fp16"), 1)
-    fp16 = not any("precision=fp16" in line for line in in_fp16)
+    fp16 = not conflicts(dataclasses.replace(cfg, precision="fp16"), parallel.rank_and_size()[1])
     precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
     attention = cfg.attention
     reasons["attention"] = "as set"
@@ -43,17 +50,15 @@ def choose(cfg, device):
     cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
     # every rank takes part, also one that was started without auto
     free = parallel.gather_objects(free_memory(cfg, device))
-    ranks = len(free)
-    least = None if None in free else min(free)
-    cfg, chosen = memory.choose(cfg, ranks, least)
+    cfg, chosen = memory.choose(cfg, len(free), min(free))
     reasons |= chosen
     return cfg, [(name, f"{getattr(cfg, name)} ({why})") for name, why in reasons.items()]
 
 
 def free_memory(cfg, device):
-    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; None without CUDA."""
+    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; 0 without CUDA."""
     if device.type != "cuda":
-        return None
+        return 0
     free, _ = torch.cuda.mem_get_info(device)
     limit = getattr(cfg, "gpu_gib", None)
     return min(free, limit * memory.GIB) if limit else free
@@ -62,15 +67,11 @@ def free_memory(cfg, device):
 def try_out(cfg, world, step):
     """The settings of a dry run from a step on: two steps, of which nothing is saved.
 
-    It compares the shards with their checksums first, on rank 0. CUDA graphs take further steps.
+    It compares the shards with their checksums first, on rank 0.
     """
     if world.main:
         verify(cfg.data_dir)
-    steps = 2
-    if cfg.cuda_graph:
-        from scale.cuda_graph import EAGER_STEPS
-
-        steps += EAGER_STEPS
+    steps = 2 + cuda_graph.EAGER_STEPS if cfg.cuda_graph else 2
     length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
     return dataclasses.replace(cfg, **length, save_interval=0)
 
@@ -80,8 +81,6 @@ def make_loader(cfg, world):
 
     docs/experiment.md describes them.
     """
-    if (cfg.init_from or "").startswith("hf:") and cfg.tokenizer:  # the weights', by hf.adopt
-        refuse_other_tokenizer(cfg, cfg.tokenizer)
     return TokenLoader(
         cfg.data_dir,
         "train",
@@ -125,12 +124,11 @@ def refuse_other_tokenizer(cfg, tokenizer):
         sizes = read_token_bytes(folder)
         if name == tokenizer or sizes is None:
             continue
-        if not np.array_equal(tokenizers.load(tokenizer).token_bytes(), sizes):
-            why = f"the weights of init_from={cfg.init_from} use {tokenizer}"
-            make = f"python fineweb.py --tokenizer={shlex.quote(tokenizer)}"
+        if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
             raise DataError(
-                f"data_dir={folder} was tokenized with {name}, {why}; make the data again "
-                f"with {make}"
+                f"data_dir={folder} was tokenized with {name}, the weights of "
+                f"init_from={cfg.init_from} use {tokenizer}; make the data again with "
+                f"python fineweb.py --tokenizer={tokenizer}"
             )
 
 
@@ -144,8 +142,6 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
-    if eot is None and (cfg.document_mask or cfg.context_parallel > 1):
-        eot = separator(cfg)
     if is_sharded(cfg):
         with torch.device(device):  # its buffers and other tensors; its parameters are on meta
             model = models.on_meta(cfg)
@@ -171,14 +167,15 @@ def build_model(cfg, world, weights=None, eot=None):
     return model, analysis
 
 
-def separator(cfg):
-    """The id before each document, the tokenizer's, or None where nothing tells the tokenizer."""
-    if cfg.tokenizer:
+def separator(cfg, loader):
+    """The id before each document, the data's or the tokenizer's; None where nobody asks for it."""
+    eot = getattr(loader, "eot", None)
+    if eot is None and cfg.document_mask:
+        if not cfg.tokenizer:
+            why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
+            raise UserError(f"document_mask {why}; set --tokenizer")
         return tokenizers.load(cfg.tokenizer).eot
-    if cfg.document_mask:
-        why = f"needs to know the separator, and {cfg.data_dir}/manifest.json is not there"
-        raise UserError(f"document_mask {why}; set --tokenizer")
-    return None
+    return eot
 
 
 def is_sharded(cfg):
@@ -187,9 +184,6 @@ def is_sharded(cfg):
 
 def prepare(model, cfg, world, eot, analysis):
     """Applies in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    # imported here, since `import train` need not load these files
-    from scale import activation_checkpointing, documents, fsdp
-
     sharded = is_sharded(cfg)
     if cfg.offload_states and not sharded:
         raise UserError(
@@ -245,22 +239,11 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.tag()
 
 
-def choose_graph(cfg, micro_step, model):
-    """The micro-step as a CUDA graph, or None as it is set."""
-    if not cfg.cuda_graph:
-        return None
-    from scale.cuda_graph import GraphedMicroStep  # a file that `import train` need not load
-
-    return GraphedMicroStep(micro_step, model, cfg.reduce_dtype)
-
-
 def wrap(model, cfg, world, analysis, optimizer):
     """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
 
     optimizer: the name of one whose states are not known, or None.
     """
-    from scale import ddp, fsdp  # files that `import train` need not load
-
     if cfg.parallel == "ddp":
         unused = bool(analysis.problem or analysis.unused or analysis.draws)
         return ddp.wrap(model, cfg, world, unused), []
@@ -279,8 +262,8 @@ def open_initial_weights(cfg):
         saved = hf.open_hf(name)
     else:  # checkpoint.find compares the manifest over ranks
         saved = checkpoint.open_model(name)
-        if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
-            refuse_other_tokenizer(cfg, saved.tokenizer)
+    if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
+        refuse_other_tokenizer(cfg, saved.tokenizer)
     shorter = cfg.block_size < saved.shape.block_size
     free = ["vocab_multiple"]
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
@@ -297,53 +280,29 @@ def open_initial_weights(cfg):
 def describe(cfg, training, start):
     """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
-    total, matmul = total_and_matmul_parameters(state.model)
     steps = tokens = None  # the clock decides
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
-    optimizer = optim.unknown(state.optimizer)
+    other = optim.unknown(state.optimizer)
     rows = [
-        ("parameters", f"{total:,} without vocabulary padding, {matmul:,} of them in matmuls"),
+        ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, optimizer)),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters, other)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
-    else:
-        rows.append(("data", f"batches of {type(state.loader).__name__}"))
-    rows += describe_batch(cfg, world.size, training.accumulation)
+    of_rank = f"{cfg.rank_tokens:,} on each of {world.size} ranks"
+    micro = f"{training.accumulation} micro-steps of {of_rank}"
+    rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     if world.size > 1:
         rows.append(("timeout_s", f"{cfg.timeout_s}: a rank for which others wait longer is lost"))
-    if steps is None:
-        seconds = f"{state.seconds:.1f} to {cfg.max_seconds:g} s of steps"
-        rows.append(("run", f"from step {state.step} on, {seconds}; max_steps does not count"))
-        rows.append(("", "how many they are, and so the weights, differs from run to run"))
-    else:
-        rows.append(("run", f"steps {state.step} to {steps}: {tokens:,} tokens"))
-        if cfg.warmup_steps >= steps > 0 and not cfg.dry_run:
-            words = f"warmup_steps={cfg.warmup_steps} take the whole run: the rate only rises"
-            rows.append(("warning", words))
-    ids = getattr(state.loader, "ids", None)
-    if ids and not cfg.init_from:  # weights from elsewhere may have more
-        if cfg.vocab_size > dataclasses.replace(cfg, vocab_size=ids).padded_vocab:
-            words = f"vocab_size={cfg.vocab_size} is more than the {ids} ids of the data"
-            rows.append(("warning", f"{words}'s tokenizer; try --vocab_size={ids}"))
+    until = f"{cfg.max_seconds} s of steps; max_steps does not count"
+    if steps is not None:
+        until = f"{steps}: {tokens:,} tokens"
+    rows.append(("run", f"steps {state.step} to {until}"))
     return rows + start.rows()
-
-
-def describe_batch(cfg, size, accumulation):
-    """Rows of what a step of so many micro-steps is on `size` ranks, at first and later."""
-    ranks = f"{size} ranks"
-    if cfg.context_parallel > 1:
-        ranks = f"{size // cfg.context_parallel} groups of {cfg.context_parallel} ranks"
-    micro = f"{cfg.batch_size} x {cfg.block_size} x {ranks} x {accumulation} micro-steps"
-    rows = [("step", f"{cfg.batch_tokens:,} tokens: {micro}")]
-    for batch, until in cfg.stages[:-1]:
-        steps = cfg.micro_steps(size, batch)
-        rows.append(("", f"{batch:,} tokens, {steps} micro-steps, up to {until:.0%} of the run"))
-    return rows
 
 
 def describe_optimizer(optimizer, lr):
@@ -352,9 +311,7 @@ def describe_optimizer(optimizer, lr):
     lr: the peak rate, of which a group's own is its `factor`.
     """
     name = " and ".join(type(one).__name__ for one in optim.parts_of(optimizer))
-    if any(group.get("fused") for group in optimizer.param_groups):
-        name += ", fused"
-    rows = [("optimizer", f"{name}; with vocabulary padding:")]
+    rows = [("optimizer", name)]
     for group in optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         rate = lr * group.get("factor", 1.0)

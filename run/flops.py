@@ -13,78 +13,79 @@ import model as models
 from fast import forms
 from scale import generators
 from scale.precision import DTYPES
-from system.errors import UserError, listed
+from system.errors import listed
 
-# {pattern: dense TFLOP/s in 16 bits, in fp32}, from data sheets: fp8 is twice the first, tf32 half
-# of the patterns in a device's name the first counts
+# {pattern in a device's name: dense TFLOP/s in 16 bits}, from data sheets; the first one counts
 PEAK_TFLOPS = {
-    "B200|GB200": (2250, 75),
-    "H100 PCIe|H800 PCIe": (756, 51),
-    "H100 NVL|H200 NVL": (835, 60),
-    "H100|H200|H800|GH200": (989, 67),
-    "A100|A800": (312, 19.5),
-    "L40S": (362, 91.6),
-    "L4": (121, 30.3),
-    "A10": (125, 31.2),
-    "RTX 5090": (209.5, 104.8),
-    "RTX 4090": (165, 82.6),
-    "RTX 3090": (71, 35.6),
-    "V100": (125, 15.7),
-    "T4": (65, 8.1),
-    "MI300X": (1307, 163),  # fp32: of matrix units
+    "B200|GB200": 2250,
+    "H100 PCIe|H800 PCIe": 756,
+    "H100 NVL|H200 NVL": 835,
+    "H100|H200|H800|GH200": 989,
+    "A100|A800": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10": 125,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+    "MI300X": 1307,
 }
+RELATIVE = {"bf16": 1, "fp16": 1, "fp8": 2, "tf32": 0.5}  # to 16 bits
 
 
 def peak_flops(device, precision):
     """Peak FLOP/s of one device at this precision; None if unknown, and the MFU is then n/a."""
-    if device.type != "cuda":
+    if device.type != "cuda" or precision not in RELATIVE:
         return None
     name = torch.cuda.get_device_name(device)
     if re.search(r"\b(Laptop|D|MIG)\b", name):  # a smaller chip of that name, or a part of one
         return None
-    for pattern, (in_16_bits, in_fp32) in PEAK_TFLOPS.items():
+    for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):  # an L40 is no L4, an RTX A1000 no A100
-            if precision == "fp32":
-                return in_fp32 * 1e12
-            return in_16_bits * 1e12 * {"fp8": 2, "tf32": 0.5}.get(precision, 1)
+            return tflops * 1e12 * RELATIVE[precision]
     return None
 
 
-def total_and_matmul_parameters(model):
-    """(parameters, those in matmuls) of a model: no vocabulary padding, a shared weight once."""
-    cfg, padding = model.cfg, model.cfg.padded_vocab - model.cfg.vocab_size
-    weights = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    matmuls = sum(weight.numel() for weight in weights)
-    total = sum(p.numel() for p in model.parameters())
-    return total - padding * sum(cfg.tables), matmuls - padding * cfg.n_embd
+class OperationCounter(TorchFunctionMode):
+    """Within it operations run in plain PyTorch, which forms.fused tells it of, and are counted.
 
-
-class OperationCounter:
-    """Within it operations run in plain PyTorch and are counted.
-
-    It learns of them from forms.fused and forms.attention.
-
-    calls: {(operation, None or why it is not fused): n}.
+    calls: {(operation, None or why it is not fused): n}. read: tensors of which something other
+    than a linear layer makes others, parameters among them.
     """
 
     def __init__(self, device_type, dtype):
+        super().__init__()
         self.where = device_type, dtype
         self.calls = Counter()
-        self.attention = self.causal_attention = 0  # FLOPs of all pairs of tokens, of those seen
+        self.read = set()
+        self.flops = FlopCounterMode(display=False)
+        self.attention = 0  # FLOPs of all pairs of tokens
         self.inside = False  # of an operation that is fused, and so are those that it calls
 
     def __enter__(self):
         forms.counting = self
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_):
+    def __exit__(self, *error):
         forms.counting = None
+        super().__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(map(torch.is_tensor, tree_leaves(result))):
+            self.read.update(filter(torch.is_tensor, tree_leaves((args, kwargs))))
+        return result
 
     def run(self, form, definition, args, kwargs):
         """A call in plain PyTorch, which the form notes; none of the forms returns a result."""
         outer = self.inside
+        before = self.flops.get_total_flops()
         form(definition, *args, **kwargs)
         result = definition(*args, **kwargs)
+        if form is forms.attention:
+            self.attention += self.flops.get_total_flops() - before
         self.inside = outer
         return result
 
@@ -97,27 +98,6 @@ class OperationCounter:
         """A linear layer's weight, but no Parameter: only reads by an edit itself are noted."""
         with torch._C.DisableTorchFunction():
             return layer.weight.view_as(layer.weight)
-
-    def attended(self, q, v):
-        """Of T keys a query sees (T + 1) / 2 on average, 2 FLOPs each for QK^T and for AV."""
-        T = q.size(2)
-        of_a_key = 2 * q[..., 0].numel() * (q.size(-1) + v.size(-1))
-        self.attention += T * of_a_key
-        self.causal_attention += (T + 1) * of_a_key // 2
-
-
-class ParametersRead(TorchFunctionMode):
-    """Within it `found` gets the tensors of which others are made, parameters among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if any(map(torch.is_tensor, tree_leaves(result))):
-            self.found.update(filter(torch.is_tensor, tree_leaves((args, kwargs))))
-        return result
 
 
 class ModelAnalysis:
@@ -139,11 +119,9 @@ class ModelAnalysis:
         self.flops_per_token = self.problem = None
         generators.seed(cfg.seed)  # as all ranks do, since DDP depends on what is found
         before = pickle.dumps(generators.others())
-        with operations, ParametersRead() as read:
+        with operations:
             try:
                 self.flops_per_token = flops_per_token(model, cfg, operations)
-            except UserError:
-                raise
             except Exception as error:  # of any type: meta tensors have no values
                 self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.calls = operations.calls
@@ -155,7 +133,7 @@ class ModelAnalysis:
         self.regular = ran == list(model.blocks)
         self.unused, self.read_elsewhere = [], []
         for name, p in model.named_parameters():
-            if self.problem or p in read.found:
+            if self.problem or p in operations.read:
                 self.read_elsewhere.append(name)
             if not self.problem and p.requires_grad and p.grad is None:
                 self.unused.append(name)
@@ -197,16 +175,14 @@ def flops_per_token(model, cfg, operations):
     the data decide.
     """
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        found = model(tokens, tokens, None, reduction="mean")
-    if not isinstance(found, tuple) or len(found) != 3:
-        expected = "expected (loss, count, extras), see docs/experiment.md"
-        raise UserError(f"model.py: GPT.forward returned something else; {expected}")
-    found[0].backward()
-    forward = counter.get_total_flops() - operations.attention
-    if not cfg.document_mask:
-        forward += operations.causal_attention
+    with operations.flops:
+        loss, _, _ = model(tokens, tokens, None, reduction="mean")
+    loss.backward()
+    T = cfg.block_size
+    forward = operations.flops.get_total_flops() - operations.attention
+    if not cfg.document_mask:  # of T keys a query sees (T + 1) / 2 on average
+        forward += operations.attention * (T + 1) // (2 * T)
     padding = 0
     if any(name == "linear_cross_entropy" for name, _ in operations.calls):  # the usual loss
         padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-    return 3 * (forward / cfg.block_size - padding)
+    return 3 * (forward / T - padding)

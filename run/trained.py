@@ -52,14 +52,12 @@ def load_model(cfg, world, precision):
 
 def other(cfg):
     """The settings of the model in the folder cfg.against; None without one."""
-    if not cfg.against:
-        return None
-    if not Path(cfg.against).is_dir():  # told before the first model is measured
-        raise UserError(f"against={cfg.against}: no such folder")
-    return replace(cfg, checkpoint=cfg.against, pretrained=None)
+    if cfg.against:
+        return replace(cfg, checkpoint=cfg.against, pretrained=None)
+    return None
 
 
 def folders(cfg, tokenizer):
     """Where Hugging Face's files may lie: beside the tokenizer's file, if any, and the weights."""
     weights = hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)
-    return [tokenizer.folder, weights] if tokenizer.folder else [weights]
+    return filter(None, [tokenizer.folder, weights])

@@ -6,6 +6,7 @@ gave them are lost: such a parameter is named, as is one that nothing gives a va
 
 import contextlib
 import sys
+import traceback
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -18,33 +19,33 @@ aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
-class Unset(TorchDispatchMode):
-    """Within it `memory` is what torch.empty made and nothing but `reset_parameters` wrote to."""
+class Writes(TorchDispatchMode):
+    """Within it `empty` is memory of torch.empty that nothing was written to since.
+
+    written: numbers of the memory that something but a `reset_parameters` wrote to.
+    """
 
     def __init__(self):
         super().__init__()
-        self.memory = {}  # {a storage's number: it, so that no other gets its number}
+        self.empty = {}  # {a storage's number: it, so that no other gets its number}
+        self.written = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in EMPTY:
-            self.memory[number_of(result)] = result.untyped_storage()
-        elif function._schema.is_mutable and not is_running("reset_parameters"):
+            self.empty[number_of(result)] = result.untyped_storage()
+        elif function._schema.is_mutable:
+            frames = traceback.walk_stack(sys._getframe())
+            resets = any(frame.f_code.co_name == "reset_parameters" for frame, _ in frames)
             for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
-                self.memory.pop(number_of(tensor), None)
+                self.empty.pop(number_of(tensor), None)
+                if not resets:
+                    self.written.add(number_of(tensor))
         return result
 
 
 def number_of(tensor):
     return tensor.untyped_storage()._cdata
-
-
-def is_running(name):
-    """Whether a function of this name is running."""
-    frame = sys._getframe(1)
-    while frame and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None
 
 
 def made(make, place):
@@ -53,41 +54,36 @@ def made(make, place):
     model.given: names of the parameters to which `__init__` gave values after their layer was made,
     or instead of the layer's own.
     """
-    unset = Unset()
-    placed = set()
+    writes = Writes()
+    given = {}  # {parameter: whether it had a value before a module had it}
 
     def register(module, name, parameter):
-        if parameter is None:
+        if parameter is None or parameter in given:
             return
         # a reset_parameters of model.py's own is meant to replace what the parameter was made of
         reset = getattr(type(module), "reset_parameters", None)
         own = reset is not None and not reset.__module__.startswith("torch.")
-        is_unset = unset.memory.pop(number_of(parameter), None) or own
-        if reset is None and number_of(parameter) in placed:  # weight_norm keeps its layer's values
-            is_unset = False
+        given[parameter] = number_of(parameter) not in writes.empty and not own
         place(parameter)
-        placed.add(number_of(parameter))
-        if is_unset:
-            unset.memory[number_of(parameter)] = parameter.untyped_storage()
+        writes.written.discard(number_of(parameter))
 
     handle = register_module_parameter_registration_hook(register)
     try:
-        with unset:
+        with writes:
             model = make()
     finally:
         handle.remove()
     model.given = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if number_of(parameter) not in unset.memory:
+        if given.get(parameter, True) or number_of(parameter) in writes.written:
             model.given.add(name)
     return model
 
 
 def to_meta(parameter):
     """Moves a parameter to the meta device, in place, so that it may be shared."""
-    if not parameter.is_meta:
-        there = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, there)
+    there = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, there)
 
 
 @contextlib.contextmanager
@@ -109,7 +105,7 @@ def whole(module, prefix, given):
             device = parameter.device_mesh.device_type
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         first = torch.full(parameter.shape, torch.nan, dtype=dtype, device=device)
-        module._parameters[name] = torch.nn.Parameter(first, parameter.requires_grad)
+        module._parameters[name] = torch.nn.Parameter(first)
     yield
     for name, parameter in own.items():
         first = module._parameters[name].detach()
@@ -118,7 +114,6 @@ def whole(module, prefix, given):
         if where not in given:
             copy_into(parameter, first)
         if local(parameter).isnan().any():
-            why = "has no first value: give it one in reset_parameters() of its module"
-            if isinstance(parameter, DTensor):
-                why += ", since FSDP2 loses what __init__ gives it"
-            raise UserError(f"model.py: {where} {why} (docs/experiment.md)")
+            why = "has no first value, as __init__ gives none under FSDP2"
+            advice = "give it one in reset_parameters() of its module (docs/experiment.md)"
+            raise UserError(f"model.py: {where} {why}; {advice}")

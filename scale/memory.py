@@ -223,12 +223,12 @@ def largest(cfg, ranks, budget, name, values):
 def choose(cfg, ranks, free):
     """(cfg with batch_size="auto" resolved, {setting: reason}).
 
-    free: bytes of a GPU, which the estimate and MARGIN may fill; None: no GPU. Raises UserError.
+    free: bytes of a GPU, which the estimate and MARGIN may fill; 0: no GPU. Raises UserError.
     """
     if cfg.batch_size != "auto":
         return cfg, {}
     unknown = not_estimated(cfg)
-    if free is None:
+    if free == 0:
         unknown.append("memory is counted of CUDA devices alone")
     if unknown:
         raise UserError(f"batch_size=auto: {unknown[0]}; give a number")

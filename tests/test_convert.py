@@ -20,7 +20,6 @@ import model
 from model import build
 from run import hf
 from run.checkpoint import model_of
-from run.flops import total_and_matmul_parameters
 from settings import GPTConfig
 from system.errors import UserError
 
@@ -124,7 +123,6 @@ def test_logits_and_loss_equal_transformers_and_the_way_back_is_bitwise(make, ch
     hf.save_hf(cfg, ours.state_dict(), tmp_path / "b")
     before, after = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-    assert total_and_matmul_parameters(ours)[0] == sum(tensor.numel() for tensor in after.values())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert type(again).__name__ == hf.family_of(cfg).architecture and again.dtype == torch.float32
     assert torch.equal(expected.logits, again(x).logits)  # so the settings came back as well

@@ -61,7 +61,7 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
     words = [*command.split(), "--n_layer=2", "--device=cpu", "--log_interval=100"]
     words += ["--max_steps=200", "--save_interval=100"]
     said, losses = run(code, words, code / "out/reverse")
-    assert "batches of Reverse" in said and losses[199][1] < 0.8 * losses[0][1]
+    assert losses[199][1] < 0.8 * losses[0][1]
     shutil.rmtree(code / "out/reverse/step_00000200")
     _, again = run(code, [*words, "--resume=auto"], code / "out/reverse")
     assert again[200:] == losses[100:]
