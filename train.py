@@ -42,7 +42,7 @@ from run.build import (
 from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
-from run.logger import LONG, Logger, progress
+from run.logger import LONG, Logger
 from run.pack import magnitudes
 from run.prove import prove
 from run.resume import Start
@@ -105,7 +105,7 @@ class Training:
     def accumulate(self, next_batch):
         """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
-        for micro in progress(range(self.accumulation), "micro-step", bar=False):
+        for micro in range(self.accumulation):
             x, y = next_batch()
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
             batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
@@ -143,7 +143,8 @@ class Training:
 
 def main(cfg):
     world = parallel.join(cfg)
-    with Watch(world) as watch, errors_explained(cfg, world), contextlib.ExitStack() as stack:
+    watch = Watch(world)
+    with errors_explained(cfg, world), contextlib.ExitStack() as stack:
         train(cfg, world, watch, stack)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
@@ -182,7 +183,7 @@ def train(cfg, world, watch, stack):
     # console and log, evaluations
     log = Logger(world, cfg)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg)
-    warnings = add_evaluations(evaluations, cfg, world, val_loaders)
+    add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
@@ -192,11 +193,11 @@ def train(cfg, world, watch, stack):
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
-        log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
+        log.open(start.wandb_id, start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start), *proved]
-    rows += [("warning", words) for words in [*warnings, *start.warnings]]
+    rows += [("warning", words) for words in start.warnings]
     log.start(state, rows, given, training.analysis)
     if cfg.compile:
         log.print(f"{'compiling':<12} {COMPILED}")

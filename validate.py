@@ -84,7 +84,8 @@ def measure(cfg, words, T=None):
                 f"{folder} has the tokenizer {loader.tokenizer}, the model {tokenizer.name}"
             )
         tokens = max(T, cfg.tokens)
-        table, _, documents = evaluate.score_rows(model, loader, tokens, autocast)
+        with autocast:
+            table, _, documents = evaluate.score_rows(model, loader, tokens)
         measured[folder] = table, documents
         loader.close()
     return measured, T

@@ -1,10 +1,11 @@
 """Evaluations: validation loss, bits per byte and standard errors, HellaSwag, samples, your own."""
 
 import contextlib
-import dataclasses
-import functools
+import hashlib
+import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import optim
 from run import agreement
 from run.figures import scalar
 from run.logger import progress
+from run.signals import Stopped
 from scale import context_parallel, generators, parallel
 from system.errors import UserError
 
@@ -22,13 +24,13 @@ TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
 
 
 @torch.no_grad()
-def score_rows(model, loader, tokens, autocast, own_tokens=None, stop=lambda: False):
+def score_rows(model, loader, tokens, own_tokens=lambda x, y: (x, y), check=lambda: None):
     """Evaluates a split's first rows, about `tokens` tokens -> (table, names, documents).
 
     All are equal on every rank. table, names: float64 (3 + extras, rows), as `sums_of_rows` has
     them. documents: (rows,), the number of each row's, one for all where the forward knows no rows.
-    own_tokens: makes (x, y, positions) of this rank of a batch; None: it has whole rows. Returns
-    None once stop().
+    own_tokens: makes (x, y, positions) of this rank of a batch, or (x, y) of whole rows. check:
+    called before each batch, which may end it.
     """
     device = parallel.device_of(model)
     token_bytes = loader.token_bytes
@@ -37,13 +39,10 @@ def score_rows(model, loader, tokens, autocast, own_tokens=None, stop=lambda: Fa
     rows = loader.eval_rows(tokens)
     batches = math.ceil(rows / (loader.world * loader.B))
     found = []
-    for x, y in progress(loader.eval_batches(tokens), "validation", batches, stop):
-        batch = own_tokens(x, y) if own_tokens else (x, y)
-        with autocast:
-            sums, names, by_row = sums_of_rows(model, *batch, token_bytes=token_bytes)
+    for x, y in progress(loader.eval_batches(tokens), "validation", batches):
+        check()
+        sums, names, by_row = sums_of_rows(model, *own_tokens(x, y), token_bytes=token_bytes)
         found.append(sums)
-    if stop():
-        return None
     table = torch.zeros(batches, loader.world, *sums.shape, device=device)
     table[:, loader.rank] = torch.stack(found)
     table = parallel.sum_over_ranks(table).movedim(2, 0).flatten(1)[:, :rows]
@@ -120,13 +119,13 @@ def in_words(figures):
     return " | ".join(words)
 
 
-@dataclasses.dataclass
+@dataclass
 class Evaluation:
     """A function of the model that is called every `interval` steps and at the end.
 
-    It returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
-    runs on all ranks, without gradients, in the run's precision and with the model in eval mode;
-    random numbers that it draws do not change those of training.
+    It returns {figure: number, or text}, the same on every rank. It runs on all ranks, without
+    gradients, in the run's precision and with the model in eval mode; random numbers that it draws
+    do not change those of training.
     """
 
     interval: int
@@ -148,14 +147,14 @@ class Evaluations:
         self.watch = watch
         self.cfg = cfg
         self.each = {}  # {name: Evaluation}
-        self.best = None  # (name, figure) that chooses the best checkpoint, the lowest
+        self.best = None, None  # name, figure that chooses the best checkpoint, the lowest
 
     def add(self, name, interval, function, best=None, **options):
         """Adds an Evaluation; interval=0: never. options: its other fields.
 
         best: its figure that chooses the best checkpoint, in place of those that were to before.
         """
-        if name in self.each or name in TAKEN:
+        if name in TAKEN or name in self.each:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if interval:
             self.each[name] = Evaluation(interval, function, **options)
@@ -176,25 +175,24 @@ class Evaluations:
         return found
 
     def run(self):
-        """Runs those that are due, unless the run is to stop meanwhile; returns their score.
+        """Runs those that are due, until the run is to stop; returns their score.
 
         The score is of the evaluation that chooses the best checkpoint; None without one.
         """
         state = self.state
+        chooser, figure = self.best
         score = None
         state.model.eval()
-        for name in self.due():
-            if self.watch.agreed():
-                break
-            found = self._figures(self.each[name])
-            if self.watch.stopping:
-                break
-            self.log.print(f"{name} {state.step} | {in_words(found)}")
-            self.log.record(name, state.step, **found)
-            if self.best and self.best[0] == name:
-                score = float(found[self.best[1]])
-                self.log.refuse(state.step, " ".join(self.best), score)
-        if not self.watch.stopping:
+        with contextlib.suppress(Stopped):
+            for name in self.due():
+                self.watch.check()
+                found = self._figures(self.each[name])
+                self.log.print(f"{name} {state.step} | {in_words(found)}")
+                self.log.record(name, state.step, **found)
+                if name == chooser:
+                    score = float(found[figure])
+                    if not math.isfinite(score):
+                        self.log.refuse(state.step, f"{name} {figure} {score}")
             state.evaluated = state.step
         state.model.train()
         self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
@@ -213,41 +211,12 @@ class Evaluations:
         return found | {"seconds": parallel.synchronize(device) - began}
 
 
-def validation_loss(model, loaders, tokens, **options):
-    """The losses of the data folders, and of their mixture; None once it is to stop.
-
-    loaders: [(weight in the loss and in the tokens, loader)]. options: of score_rows. Bits per byte
-    of folders differ too much to have a mean.
-    """
-    folders = {}
-    for weight, loader in loaders:
-        part = max(loader.T, round(weight * tokens))
-        scored = score_rows(model, loader, part, **options)
-        if scored is None:
-            return None
-        table, names, documents = scored
-        score = loss_of_table(table, documents)
-        if names:
-            score["extras"] = dict(zip(names, table[3:].sum(1) / table[1].sum()))
-        folders[loader.data_dir] = score
-    if len(folders) == 1:
-        return score
-    weights = [weight for weight, _ in loaders]
-    losses = [score["loss"] for score in folders.values()]
-    errors = [score.get("loss_stderr", math.nan) for score in folders.values()]
-    error = math.hypot(*np.multiply(weights, errors))
-    return dict(loss=np.dot(weights, losses), loss_stderr=error, folders=folders)
-
-
 def add_evaluations(evaluations, cfg, world, val_loaders):
-    """Adds what cfg asks for; returns warnings of what cannot be evaluated.
-
-    val_loaders: see validation_loss.
-    """
+    """Adds what cfg asks for. val_loaders: [(weight in loss and tokens, loader)] of the folders."""
     if cfg.eval_interval:
         add_validation(evaluations, cfg, world, val_loaders)
     if not (cfg.hellaswag_interval or cfg.sample_interval):
-        return []
+        return
     from corpus import tokenizer as tokenizers
 
     tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
@@ -260,44 +229,51 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
 
         evaluations.add("sample", cfg.sample_interval, sample, at_start=False)
     if cfg.hellaswag_interval:
-        return add_hellaswag(evaluations, cfg, tokenizer)
-    return []
+        add_hellaswag(evaluations, cfg, tokenizer)
 
 
 def add_validation(evaluations, cfg, world, loaders):
+    """Adds the losses of the data folders, and of their mixture.
+
+    Bits per byte of folders differ too much to have a mean.
+    """
     splits = ", ".join(f"{weight:g} of {loader.fingerprint}" for weight, loader in loaders)
     # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
-    options = dict(
-        autocast=evaluations.autocast,
-        own_tokens=functools.partial(context_parallel.own_tokens, cfg, world),
-        stop=evaluations.watch.agreed,
-    )
+
+    def own_tokens(x, y):
+        return context_parallel.own_tokens(cfg, world, x, y)
 
     def evaluate(model):
-        found = validation_loss(model, loaders, cfg.eval_tokens, **options)
-        return found and found | {"held_out": held_out}
+        folders = {}
+        check = evaluations.watch.check
+        for weight, loader in loaders:
+            tokens = max(loader.T, round(weight * cfg.eval_tokens))
+            table, names, documents = score_rows(model, loader, tokens, own_tokens, check)
+            score = loss_of_table(table, documents)
+            if names:
+                score["extras"] = dict(zip(names, table[3:].sum(1) / table[1].sum()))
+            folders[loader.data_dir] = score
+        if len(folders) > 1:
+            weights = [weight for weight, _ in loaders]
+            losses = [score["loss"] for score in folders.values()]
+            errors = [score.get("loss_stderr", math.nan) for score in folders.values()]
+            error = math.hypot(*np.multiply(weights, errors))
+            score = dict(loss=np.dot(weights, losses), loss_stderr=error, folders=folders)
+        return score | {"held_out": held_out}
 
     evaluations.add("val", cfg.eval_interval, evaluate, best="loss", whole_rows=False)
 
 
 def add_hellaswag(evaluations, cfg, tokenizer):
-    """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
-    examples = []
-    warnings = []
-    try:
-        examples = hellaswag.load(cfg.hellaswag_file)
-    except hellaswag.Unavailable as error:
-        warnings.append(f"no HellaSwag in this run: {error}")
-    agreement.examples(examples)
-    if examples:
-        prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
+    examples = hellaswag.load(cfg.hellaswag_file)
+    digest = hashlib.sha256(json.dumps(examples).encode()).hexdigest()
+    agreement.same_on_all_ranks({"examples of HellaSwag": digest})  # each may read a copy
+    prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
 
-        def evaluate(model):
-            losses = hellaswag.losses(model, prepared, stop=evaluations.watch.agreed)
-            return hellaswag.scored(prepared, losses)[0]
+    def evaluate(model):
+        return hellaswag.score(model, prepared, check=evaluations.watch.check)
 
-        evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)
-    return warnings
+    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)
