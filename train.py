@@ -115,7 +115,7 @@ class Training:
             else:
                 parallel.sync_gradients(self.model, last)
                 sums = self.micro_step(*batch)
-            totals = self.figures.add(totals, sums)
+            totals = sums if totals is None else torch._foreach_add(totals, sums)
         return totals
 
     def normalize_and_clip(self, totals):
@@ -193,7 +193,7 @@ def train(cfg, world, watch, stack):
         lock.take()
         start.prepare_out_dir()
     if not cfg.dry_run:
-        log.open(start.wandb_id, start.saved_at)
+        log.open(start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     stack.enter_context(saver)
     rows = [*chosen, *describe(cfg, training, start), *proved]
@@ -209,7 +209,7 @@ def train(cfg, world, watch, stack):
         done = share == 1 or watch.stopping
         if saver.due(state.step, cfg.save_interval, done):
             log.catch_up()
-            saver.save(state, config=dataclasses.asdict(cfg), wandb_id=log.wandb_id)
+            saver.save(state, config=dataclasses.asdict(cfg))
 
         # evaluate, before the first step too
         if evaluations.due() and not watch.stopping:

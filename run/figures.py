@@ -34,17 +34,13 @@ class Figures:
             self.names = names
         if names != self.names:
             raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
-        count = scalar("count", count, part.device)
+        count = scalar(count, part.device)
         part = torch.where(count > 0, part.detach(), 0.0)  # the mean of no target may be NaN
         sums = [part, count]
         for name in names:
-            value = scalar(name, extras[name], part.device) * count
+            value = scalar(extras[name], part.device) * count
             sums.append(torch.where(count > 0, value, 0.0))
         return sums
-
-    def add(self, totals, sums):
-        """The totals of the micro-steps so far, None at first, and of one more."""
-        return sums if totals is None else torch._foreach_add(totals, sums)
 
     def over_ranks(self, totals, norm, own):
         """The Means of a step over all ranks.
@@ -84,16 +80,8 @@ class Means:
         return loss, norm, extras, dict(zip(self.own, own))
 
 
-def scalar(name, value, device):
-    """A detached float32 scalar of a number or of a tensor with one element.
-
-    Raises UserError for others.
-    """
+def scalar(value, device):
+    """A detached float32 scalar of a number or of a tensor with one element."""
     if not torch.is_tensor(value):
         return torch.full((), value, dtype=torch.float32, device=device)
-    if value.numel() != 1:
-        shape = tuple(value.shape)
-        raise UserError(
-            f"GPT.forward returned {name} of shape {shape}; expected one number, such as a mean"
-        )
     return value.detach().float().reshape(())

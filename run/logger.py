@@ -67,7 +67,7 @@ class Logger:
     def __init__(self, world, cfg):
         self.world, self.cfg = world, cfg
         self.began = time.perf_counter()
-        self.file = self.wandb = self.wandb_id = self.saved_at = None
+        self.file = self.wandb = self.saved_at = None
         # a step is read late, on CUDA when the next one is queued, so that the device has work
         self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
@@ -92,12 +92,12 @@ class Logger:
     def warn(self, words):
         self.print(f"warning: {words}")
 
-    def open(self, wandb_id=None, saved_at=None):
+    def open(self, saved_at=None):
         """Opens the log in out_dir, and a wandb run.
 
         saved_at: the step of the checkpoint resumed there.
         """
-        self.wandb_id, self.saved_at = wandb_id, saved_at
+        self.saved_at = saved_at
         if not self.world.main:
             return
         out_dir = Path(self.cfg.out_dir)
@@ -116,10 +116,7 @@ class Logger:
                 name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
                 dir=out_dir,
                 config=config,
-                id=wandb_id,
-                resume="allow",
             )
-            self.wandb_id = self.wandb.id
             # the steps of a run that is resumed go back, which wandb's own may not
             self.wandb.define_metric("*", step_metric="step")
 
@@ -170,9 +167,8 @@ class Logger:
         kind = "stopped" if stopped else "done"
         kept = "none: nothing was saved"
         if self.saved_at is not None:
-            longer = "" if stopped else "a later end and "
             place = f"{self.cfg.out_dir} at step {self.saved_at}"
-            kept = f"{place}; to go on, the same command with {longer}--resume=auto"
+            kept = f"{place}; to go on, the same command with --resume=auto"
         took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"
         show([(kind, took), ("checkpoint", kept)], self.print)
         self.record(kind, step)  # the last line, which a run that was killed lacks
@@ -210,7 +206,7 @@ class Logger:
         self.mark = None
 
     def _read(self, launched):
-        """Waits for a step's end; logs its figures, and only then looks at what is wrong in them.
+        """Waits for a step's end; takes its time, logs it, and only then looks for what is wrong.
 
         So the log has the line of a step that ends the run.
         """
@@ -219,12 +215,7 @@ class Logger:
         # of a step before; the ranks' mean, so that all do the same
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
-        self._time(launched)
-        self._log_line(launched, loss, norm, extras)
-        self._judge(launched.step, loss, norm)
-
-    def _time(self, launched):
-        """Takes the time of a step: since the end of the one before, or since its own beginning."""
+        # since the end of the one before, or since its own beginning
         end = launched.means.later.moment
         self.seconds = end.since(self.mark or launched.began)
         self.mark = end
@@ -232,6 +223,8 @@ class Logger:
             self.steps_timed += 1
             self.mean_seconds += (self.seconds - self.mean_seconds) / self.steps_timed
         launched.seconds = self.elapsed(launched.step)
+        self._log_line(launched, loss, norm, extras)
+        self._judge(launched.step, loss, norm)
 
     def _log_line(self, launched, loss, norm, extras):
         """A step's line of log.jsonl, and at an interval of the console."""
@@ -265,9 +258,7 @@ class Logger:
 
     def _judge(self, step, loss, norm):
         """Warns of a step that was skipped, or of a spike; ends the run where that is too much."""
-        if loss is None:
-            what = "no token of its rows is a target; the weights move by momentum and decay alone"
-            self.warn(f"step {step}: {what}; try a larger --block_size or --batch_tokens")
+        if loss is None:  # no token of the step was a target
             return
         fp16 = self.cfg.precision == "fp16"  # whose scaler skips steps by their norm
         if math.isfinite(loss) and (fp16 or math.isfinite(norm)):
@@ -299,10 +290,8 @@ class Logger:
             if z > SPIKE:
                 recent.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
-                words = f"{z:.1f} sigma above its mean {mean:.4f}"
-                self.warn(
-                    f"step {step}: loss {loss:.4f} is {words}; last saved step: {self.saved_at}"
-                )
+                saved = f"last saved step: {self.saved_at}"
+                self.warn(f"step {step}: loss {loss:.4f} is {z:.1f} sigma above its mean; {saved}")
         recent.append(loss)
 
 

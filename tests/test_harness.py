@@ -56,7 +56,7 @@ def checkpoint_of(folder, **changes):
 
 def language_model(folder, **options):
     options |= dict(checkpoint=str(folder), device="cpu", precision="fp32")
-    return harness.LanguageModel(harness.Settings(**options))
+    return harness.LanguageModel(harness.TrainedConfig(**options))
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +107,6 @@ def test_the_likeliest_continuation_is_greedy(once):
     row = torch.tensor([list(b"the man" + text.encode())])
     logp = once.model.logits(row).log_softmax(-1)[0, 6:-1]
     assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
-
-
-def test_a_separator_may_precede_each_text(once, monkeypatch):
-    pairs = [("the man", " walks his dog"), ("", "a bike")]
-    plain = once.loglikelihood(asked("loglikelihood", pairs))
-    monkeypatch.setattr(once.cfg, "bos", True)
-    (score, _), empty = once.loglikelihood(asked("loglikelihood", pairs))
-    row = torch.tensor([[256, *b"the man walks his dog"]])
-    logp = once.model.logits(row[:, :-1]).log_softmax(-1).gather(2, row[:, 1:, None])
-    assert score == pytest.approx(logp[0, len("the man") :].sum().item(), rel=1e-5)
-    assert score != pytest.approx(plain[0][0], rel=1e-3) and empty == plain[1]
 
 
 def answers(folder):

@@ -61,7 +61,7 @@ def test_equals_one_row_at_a_time():
     for batch_tokens in (64, 1024, 100_000):
         score = hellaswag.score(model, prepared, batch_tokens)
         assert [score["acc"], score["acc_norm"]] == pytest.approx(expected)
-        assert score["n"] == 30 and score["truncated"] == 0
+        assert score["n"] == 30
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
     prepared = hellaswag.prepare([example], tokenizer, 32)
-    assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
+    assert all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
     longer = example | dict(endings=["c" * 40] * 4)
     refused(DataError, "0: an ending of 41 tokens", hellaswag.prepare, [longer], tokenizer, 32)
@@ -123,9 +123,8 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (None, "No such file or directory"),
-    (b"\n", "no examples"),
     (b'{"ctx": "a", "endings"', ":1: not an example"),
-    (b'\n{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', ":2: not an example"),
+    (b'{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', ":1: not an example"),
     (b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', ":1: not an example"),
     (b'{"ctx": "\xff"}', ":1: not an example"),
 ])  # fmt: skip
@@ -149,15 +148,14 @@ def test_a_dead_network_is_told(tmp_path, monkeypatch):
 def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, capsys):
     model, path, examples = small(), tmp_path / "h.jsonl", made_up(25)
     path.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    prepared = hellaswag.prepare(examples[:21], tokenizers.load("bytes"), 128)
+    prepared = hellaswag.prepare(examples, tokenizers.load("bytes"), 128)
     # a rank without a batch takes part
-    assert len(list(hellaswag.batches(prepared.rows, 256, 128))) % 2 == 1
+    assert len(list(hellaswag.batches(prepared.rows, 1024, 128))) % 2 == 1
     save_model(tmp_path / "a", model, model.cfg)
     settings = dict(checkpoint=f"{tmp_path}/a", file=str(path), tokenizer="bytes", device="cpu")
-    settings |= dict(limit=21, batch_tokens=256)
     words = [f"--{name}={value}" for name, value in settings.items()]
     both = ranks.run(2, [*words, "--parallel=fsdp"], "hellaswag.py")
     assert both.returncode == 0 and both.outputs[1] == both.stderr == "", both.stderr
     hellaswag.main(hellaswag.Config(**settings))
     alone = capsys.readouterr().out
-    assert both.outputs[0] == alone and alone.endswith("n 21 | truncated 0\n")
+    assert both.outputs[0] == alone and alone.endswith("n 25\n")

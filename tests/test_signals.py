@@ -281,5 +281,4 @@ def test_a_live_run_is_protected_and_its_orphans_leave(data_dir, tmp_path):
         assert 2 in done.codes and len(error_lines(done)) == 1, done.stderr
         assert "is in use by a run: process " in done.stderr
     kill_and_see_orphans_leave(process, 5)
-    assert "torchrun is gone" in (tmp_path / "log").read_text()
     assert ranks.run(2, [*words, "--resume=auto", "--dry_run"]).returncode == 0
