@@ -34,8 +34,7 @@ HERE = Path(__file__).absolute().parent
 def parse(cls, check=lambda cfg: None, complete=dict):
     """`configure` from the command line, before the large imports; a mistake ends the process."""
     errors.start()
-    with errors.in_one_line():
-        return configure(cls, sys.argv[1:], check, complete)
+    return configure(cls, sys.argv[1:], check, complete)
 
 
 def run(main, cfg):

@@ -42,7 +42,7 @@ from run.build import (
 from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
-from run.logger import LONG, Logger, progress
+from run.logger import LONG, Logger
 from run.pack import magnitudes
 from run.prove import prove
 from run.resume import Start
@@ -108,7 +108,7 @@ class Training:
     def accumulate(self, next_batch):
         """Forward and backward of a step's micro-batches, whose gradients add up -> their sums."""
         totals = None
-        for micro in progress(range(self.accumulation), "micro-step", bar=False):
+        for micro in range(self.accumulation):
             x, y = next_batch()
             self.state.tokens += x.numel() * self.world.size // self.cfg.context_parallel
             batch = context_parallel.own_tokens(self.cfg, self.world, x, y)
@@ -118,7 +118,7 @@ class Training:
             else:
                 parallel.sync_gradients(self.model, last)
                 sums = self.micro_step(*batch)
-            totals = self.figures.add(totals, sums)
+            totals = sums if totals is None else torch._foreach_add(totals, sums)
         return totals
 
     def normalize_and_clip(self, totals):
@@ -146,7 +146,8 @@ class Training:
 
 def main(cfg):
     world = parallel.join(cfg)
-    with Watch(world) as watch, errors_explained(cfg, world), contextlib.ExitStack() as stack:
+    watch = Watch(world)
+    with errors_explained(cfg, world), contextlib.ExitStack() as stack:
         train(cfg, world, watch, stack)
     parallel.stop()
     return 128 + watch.stopping if watch.stopping else 0
@@ -188,7 +189,7 @@ def train(cfg, world, watch, stack):
     # console and log, evaluations
     log = Logger(world, cfg)
     evaluations = Evaluations(state, training.autocast, log, watch, cfg)
-    warnings = add_evaluations(evaluations, cfg, world, val_loaders)
+    add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
@@ -197,10 +198,10 @@ def train(cfg, world, watch, stack):
     if writes:
         start.prepare_out_dir()
     if not cfg.dry_run:
-        log.open(cfg.out_dir, dataclasses.asdict(cfg), cfg.wandb, start.wandb_id, start.saved_at)
+        log.open(start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     rows = [*chosen, *describe(cfg, training, start), *proved]
-    rows += [("warning", words) for words in [*warnings, *start.warnings]]
+    rows += [("warning", words) for words in start.warnings]
     log.start(state, rows, given, training.analysis)
     if cfg.compile:
         log.print(f"{'compiling':<12} {COMPILED}")
@@ -212,7 +213,7 @@ def train(cfg, world, watch, stack):
         done = share == 1 or watch.stopping
         if saver.due(state.step, cfg.save_interval, done):
             log.catch_up()
-            saver.save(state, config=dataclasses.asdict(cfg), wandb_id=log.wandb_id)
+            saver.save(state, config=dataclasses.asdict(cfg))
 
         # evaluate, before the first step too
         if evaluations.due() and not watch.stopping:

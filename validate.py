@@ -85,8 +85,7 @@ def measure(cfg, words, T=None):
             )
         tokens = max(T, cfg.tokens)
         with autocast:
-            table, _, documents = evaluate.score_rows(model, loader, tokens)
-        measured[folder] = table, documents
+            measured[folder] = evaluate.score_rows(model, loader, tokens)
         loader.close()
     return measured, T
 

@@ -1,22 +1,21 @@
 """lm-evaluation-harness for a checkpoint, an edited model's too: its own command, lm_eval run.
 
     python -m measure.harness --model_args=checkpoint=out/a --tasks=hellaswag,piqa
-    python -m measure.harness --model_args=checkpoint=out/a,bos=True \\
+    python -m measure.harness --model_args=checkpoint=out/a,precision=fp32 \\
         --tasks=gsm8k --num_fewshot=5 --output_path=gsm8k.json
     torchrun --standalone --nproc_per_node=8 -m measure.harness \\
         --model_args=checkpoint=out/a --tasks=mmlu
 
 Nothing is exported. Needs `pip install lm_eval==0.4.13`; --help lists the harness's options, and
-Settings what --model_args takes.
+settings.TrainedConfig what --model_args takes.
 
 The harness cuts contexts and continuations into tokens as for its class for Hugging Face, whose
-scores an exported model has. Each of N ranks is given all requests, computes a part of the batches
+scores an exported model has. Each of N ranks is given all requests, scores a part of the batches
 and returns all ranks' answers: the batches are those of one process.
 """
 
 import os
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,34 +39,27 @@ NEW_TOKENS = 256  # at most, of a text whose task does not say how many
 KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # generation settings
 
 
-@dataclass
-class Settings(TrainedConfig):
-    bos: bool = False  # the separator of documents precedes each text, as in training
-
-
 @register_model("checkpoint")
 class LanguageModel(TemplateLM):
-    """A model and its tokenizer by Settings, which answer the harness's requests."""
+    """A model and its tokenizer, by a TrainedConfig, which answer requests."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg = cfg
         _, self.model, self.tokenizer, self.autocast = trained.load(cfg)
         self.limit = self.model.cfg.block_size
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
-        """A model of the Settings in --model_args; the harness's batch size is not used."""
-        return cls(configure(Settings, [f"--{key}={value}" for key, value in arg_dict.items()]))
+        """A model of the settings in --model_args; the harness's batch size is not used."""
+        words = [f"--{key}={value}" for key, value in arg_dict.items()]
+        return cls(configure(TrainedConfig, words))
 
     @property
     def eot_token_id(self):
         return self.tokenizer.eot
 
-    def tok_encode(self, string, add_special_tokens=True):
-        """A list of ids; the separator is a special token."""
-        bos = [self.tokenizer.eot] if self.cfg.bos and add_special_tokens else []
-        return [*bos, *self.tokenizer.encode(string)]
+    def tok_encode(self, string, **_):
+        return list(self.tokenizer.encode(string))
 
     def _loglikelihood_tokens(self, requests, **_):
         """[(log p of a continuation, whether each of its tokens is the likeliest)].
@@ -109,19 +101,15 @@ class LanguageModel(TemplateLM):
         return np.bincount(owners, scores, len(requests)).tolist()
 
     def generate_until(self, requests, disable_tqdm=False):
-        """[the text that continues a context].
+        """[the text that continues a context]: up to a string of `until`, an end, or max_gen_toks.
 
-        It goes up to a string of `until`, an end, or max_gen_toks tokens.
+        Each rank computes all of them.
         """
         if parallel.units(self.model):
             raise UserError("parallel=fsdp: tasks that generate need a whole model a rank, ddp")
-        rank, world = parallel.rank_and_size()
         with self.autocast:
             cache = sampling.make_cache(self.model, self.tokenizer.eot)
-            numbers = range(rank, len(requests), world)
-            own = [self.continued(*requests[number].args, number, cache) for number in numbers]
-        texts = parallel.gather_objects(own)
-        return [texts[number % world][number // world] for number in range(len(requests))]
+            return [self.continued(*r.args, seed, cache) for seed, r in enumerate(requests)]
 
     def continued(self, context, options, seed, cache):
         """The text that continues a context; options: a task's generation settings."""
@@ -131,8 +119,7 @@ class LanguageModel(TemplateLM):
         if unknown := sorted(options.keys() - known):
             raise UserError(f"gen_kwargs: not known here: {listed(unknown)}")
         most = options["max_gen_toks"]
-        if not 0 < most < self.limit:
-            raise UserError(f"gen_kwargs: max_gen_toks={most}; expected 1 to {self.limit - 1}")
+        assert 0 < most < self.limit, f"max_gen_toks={most}, {self.limit=}"
         ids = self.tok_encode(context)[most - self.limit :] or [self.tokenizer.eot]
         new = []
         text = ""
@@ -159,4 +146,5 @@ def main(words):
 
 
 if __name__ == "__main__":
+    errors.start()
     errors.run(main, sys.argv[1:])

@@ -17,7 +17,7 @@ import optim
 import train
 from configurator import too_small
 from run.build import choose
-from run.logger import describe_device, progress, show
+from run.logger import describe_device, show
 from run.signals import errors_explained
 from scale import parallel
 from system.errors import is_rank_0, refuse
@@ -131,7 +131,7 @@ def step_times(job, next_batch, cfg):
     """Seconds of each of cfg.steps steps; as in train.py, a GPU always has the next step queued."""
     device = parallel.device_of(job.state.model)
     moments = [parallel.Moment(device)]
-    for _ in progress(range(cfg.steps), "steps", bar=False):
+    for _ in range(cfg.steps):
         step(job, next_batch, cfg)
         moments.append(parallel.Moment(device))
         if moments[-2].event:

@@ -4,8 +4,6 @@ Several nodes may have a copy each.
 """
 
 import dataclasses
-import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -79,9 +77,3 @@ def weights(folder):
     """
     paths = sorted(Path(folder).glob("*.safetensors"))
     same_on_all_ranks({path.name: sampled_digest(path) for path in paths})
-
-
-def examples(found):
-    """Raises UserError unless all ranks have the same HellaSwag examples: each may read a copy."""
-    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    same_on_all_ranks({"examples of HellaSwag": digest})

@@ -1,20 +1,18 @@
 """Evaluations: validation loss, bits per byte and standard errors, HellaSwag, samples, your own."""
 
 import contextlib
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import optim
-from run import agreement
-from run.figures import scalar
 from run.logger import progress
+from run.signals import Stopped
 from scale import context_parallel, generators, parallel
-from system.errors import UserError
+from system.errors import UserError, is_rank_0
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
@@ -22,57 +20,49 @@ TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
 
 
 @torch.no_grad()
-def score_rows(model, loader, tokens, own_tokens=None, stop=lambda: False):
-    """Evaluates a split's first rows, about `tokens` tokens -> (table, names, documents).
+def score_rows(model, loader, tokens, own_tokens=lambda x, y: (x, y), check=lambda: None):
+    """Evaluates a split's first rows, about `tokens` tokens -> (table, documents).
 
-    All are equal on every rank. table, names: float64 (3 + extras, rows), as `sums_of_rows` has
-    them. documents: (rows,), the number of each row's, one for all where the forward knows no rows.
-    own_tokens: makes (x, y, positions) of this rank of a batch; None: it has whole rows. Needs the
-    run's autocast context. Returns None once stop().
+    Both are equal on every rank. table: float64 (3, rows), as `sums_of_rows` has them. documents:
+    (rows,), the number of each row's; where the forward knows no rows, table has a column a batch,
+    and all have one number. own_tokens: makes (x, y, positions) of this rank of a batch, or (x, y)
+    of whole rows. check: called before each batch, which may end it.
     """
-    device = parallel.device_of(model)
-    token_bytes = loader.token_bytes
-    if token_bytes is not None:
-        token_bytes = torch.as_tensor(token_bytes, device=device)
     rows = loader.eval_rows(tokens)
     batches = math.ceil(rows / (loader.world * loader.B))
     found = []
-    for x, y in progress(loader.eval_batches(tokens), "validation", batches, stop):
-        batch = own_tokens(x, y) if own_tokens else (x, y)
-        sums, names, by_row = sums_of_rows(model, *batch, token_bytes=token_bytes)
-        found.append(sums)
-    if stop():
-        return None
-    table = torch.zeros(batches, loader.world, *sums.shape, device=device)
-    table[:, loader.rank] = torch.stack(found)
-    table = parallel.sum_over_ranks(table).movedim(2, 0).flatten(1)[:, :rows]
-    documents = loader.documents(rows) if by_row else np.zeros(rows, int)
-    return table.double().cpu().numpy(), names, documents
+    for x, y in progress(loader.eval_batches(tokens), "validation", batches):
+        check()
+        found.append(sums_of_rows(model, *own_tokens(x, y), token_bytes=loader.token_bytes))
+    found = torch.stack(found)
+    table = found.new_zeros(batches, loader.world, *found.shape[1:])
+    table[:, loader.rank] = found
+    table = parallel.sum_over_ranks(table).movedim(2, 0).flatten(1)
+    documents = np.zeros(table.size(1), int)
+    if found.size(2) == loader.B:
+        table = table[:, :rows]  # without those that fill up the last batch
+        documents = loader.documents(rows)
+    return table.double().cpu().numpy(), documents
 
 
 def sums_of_rows(model, x, y, positions=None, token_bytes=None):
-    """Sums over the targets of each row of a forward -> (sums, names, by_row).
+    """Sums over the targets of each row of a forward.
 
-    sums: (3 + extras, B), the loss in nats, the targets, bytes of their text (NaN: unknown), and
-    the extras of these names. by_row: False for a loss of one's own that knows no rows: each row
-    has the mean of all. token_bytes: (V,), or None.
+    (3, B): the loss in nats, the targets, bytes of their text (NaN: unknown); (3, 1) of a loss of
+    one's own that knows no rows. token_bytes: (V,), or None.
     """
-    B = len(x)
-    loss, count, extras = model(x, y, positions, "rows")
-    by_row = torch.is_tensor(count) and count.shape == (B,)
-    if not by_row:
-        count = scalar("count", count, x.device).expand(B) / B
-    text = torch.full((B,), torch.nan, device=x.device)
+    loss, count, _ = model(x, y, positions, "rows")
+    count = torch.as_tensor(count, device=x.device).view(-1)
+    if len(count) == 1:
+        y = y.view(1, -1)
+    text = torch.full(count.shape, torch.nan, device=x.device)
     if token_bytes is not None:
         real = y >= 0
+        sizes = torch.as_tensor(token_bytes, device=x.device)[y.clamp(min=0)]
         # of the targets that a forward leaves out, or adds, nobody knows the bytes
-        known = count == real.sum(1)
-        text = torch.where(known, (token_bytes[y.clamp(min=0)] * real).sum(1), text)
-    names = sorted(extras)
-    means = [loss, *(extras[name] for name in names)]
-    # where there is no target, the mean may be NaN
-    nats, *others = (torch.where(count > 0, mean * count, 0.0) for mean in means)
-    return torch.stack([nats, count, text, *others]), names, by_row
+        text = torch.where(count == real.sum(1), (sizes * real).sum(1), text)
+    nats = torch.where(count > 0, loss * count, 0.0)  # the mean of no target may be NaN
+    return torch.stack([nats, count, text])
 
 
 def figure(name, amounts, units, documents):
@@ -93,7 +83,7 @@ def figure(name, amounts, units, documents):
 
 def loss_of_table(table, documents):
     """{"loss": nats a token, "bpb": bits per byte where known}; table: see `score_rows`."""
-    nats, targets, text, *_ = table
+    nats, targets, text = table
     found = figure("loss", nats, targets, documents)
     if not np.isnan(text).any():
         found |= figure("bpb", nats / math.log(2), text, documents)
@@ -112,27 +102,23 @@ def in_words(figures):
             words.append("\n".join(map(repr, value)))
         elif name.endswith("_stderr"):
             words[-1] += f" ±{value:.4f}"
-        elif isinstance(value, (int, str)):
-            words.append(f"{name} {value}")
         else:
-            words.append(f"{name} {value:.4f}")
+            shown = f"{value:.4f}" if isinstance(value, float) else value
+            words.append(f"{name} {shown}")
     return " | ".join(words)
 
 
-@dataclasses.dataclass
+@dataclass
 class Evaluation:
     """A function of the model that is called every `interval` steps and at the end.
 
-    It returns {figure: number, or text}, the same on every rank, or None if the run is to stop. It
-    runs on all ranks, without gradients, in the run's precision and with the model in eval mode;
-    random numbers that it draws do not change those of training.
+    It returns {figure: number, or text}, the same on every rank. It runs on all ranks, each with
+    whole rows of one document, without gradients, in the run's precision and with the model in eval
+    mode; random numbers that it draws do not change those of training.
     """
 
     interval: int
     function: Callable
-    # each rank has whole rows, of one document each; False: as in training, with its document
-    # masks, and rows divided by context parallelism
-    whole_rows: bool = True
     at_start: bool = True  # before step 1 too
 
 
@@ -147,14 +133,14 @@ class Evaluations:
         self.watch = watch
         self.cfg = cfg
         self.each = {}  # {name: Evaluation}
-        self.best = None  # (name, figure) that chooses the best checkpoint, the lowest
+        self.best = None, None  # name, figure that chooses the best checkpoint, the lowest
 
     def add(self, name, interval, function, best=None, **options):
         """Adds an Evaluation; interval=0: never. options: its other fields.
 
         best: its figure that chooses the best checkpoint, in place of those that were to before.
         """
-        if name in self.each or name in TAKEN:
+        if name in TAKEN or name in self.each:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if interval:
             self.each[name] = Evaluation(interval, function, **options)
@@ -175,25 +161,24 @@ class Evaluations:
         return found
 
     def run(self):
-        """Runs those that are due, unless the run is to stop meanwhile; returns their score.
+        """Runs those that are due, until the run is to stop; returns their score.
 
         The score is of the evaluation that chooses the best checkpoint; None without one.
         """
         state = self.state
+        chooser, figure = self.best
         score = None
         state.model.eval()
-        for name in self.due():
-            if self.watch.agreed():
-                break
-            found = self._figures(self.each[name])
-            if self.watch.stopping:
-                break
-            self.log.print(f"{name} {state.step} | {in_words(found)}")
-            self.log.record(name, state.step, **found)
-            if self.best and self.best[0] == name:
-                score = float(found[self.best[1]])
-                self.log.refuse(state.step, " ".join(self.best), score)
-        if not self.watch.stopping:
+        with contextlib.suppress(Stopped):
+            for name in self.due():
+                self.watch.check()
+                found = self._figures(self.each[name])
+                self.log.print(f"{name} {state.step} | {in_words(found)}")
+                self.log.record(name, state.step, **found)
+                if name == chooser:
+                    score = float(found[figure])
+                    if not math.isfinite(score):
+                        self.log.refuse(state.step, f"{name} {figure} {score}")
             state.evaluated = state.step
         state.model.train()
         self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
@@ -204,49 +189,18 @@ class Evaluations:
         model = self.state.model
         device = parallel.device_of(model)
         began = parallel.synchronize(device)
-        with contextlib.ExitStack() as stack, torch.no_grad(), self.autocast:
-            stack.enter_context(generators.preserved(device))
-            if evaluation.whole_rows:
-                stack.enter_context(context_parallel.whole_rows(model))
-            found = evaluation.function(model) or {}
+        with generators.preserved(device), torch.no_grad(), self.autocast:
+            with context_parallel.whole_rows(model):
+                found = evaluation.function(model) or {}
         return found | {"seconds": parallel.synchronize(device) - began}
 
 
-def validation_loss(model, loaders, tokens, **options):
-    """The losses of the data folders, and of their mixture; None once it is to stop.
-
-    loaders: [(weight in the loss and in the tokens, loader)]. options: of score_rows. Bits per byte
-    of folders differ too much to have a mean.
-    """
-    folders = {}
-    for weight, loader in loaders:
-        part = max(loader.T, round(weight * tokens))
-        scored = score_rows(model, loader, part, **options)
-        if scored is None:
-            return None
-        table, names, documents = scored
-        score = loss_of_table(table, documents)
-        if names:
-            score["extras"] = dict(zip(names, table[3:].sum(1) / table[1].sum()))
-        folders[loader.data_dir] = score
-    if len(folders) == 1:
-        return score
-    weights = [weight for weight, _ in loaders]
-    losses = [score["loss"] for score in folders.values()]
-    errors = [score.get("loss_stderr", math.nan) for score in folders.values()]
-    error = math.hypot(*np.multiply(weights, errors))
-    return dict(loss=np.dot(weights, losses), loss_stderr=error, folders=folders)
-
-
 def add_evaluations(evaluations, cfg, world, val_loaders):
-    """Adds what cfg asks for; returns warnings of what cannot be evaluated.
-
-    val_loaders: see validation_loss.
-    """
+    """Adds what cfg asks for. val_loaders: [(weight in loss and tokens, loader)] of the folders."""
     if cfg.eval_interval:
         add_validation(evaluations, cfg, world, val_loaders)
     if not (cfg.hellaswag_interval or cfg.sample_interval):
-        return []
+        return
     from corpus import tokenizer as tokenizers
 
     tokenizer = tokenizers.load(cfg.tokenizer or "gpt2", cfg.vocab_size)
@@ -254,48 +208,53 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
         from run import sampling
 
         def sample(model):
-            options = dict(seed=cfg.seed, **SAMPLES)
-            return {"texts": sampling.texts(model, tokenizer, cfg.sample_prompt, **options)}
+            prompt = cfg.sample_prompt
+            return {"texts": sampling.texts(model, tokenizer, prompt, seed=cfg.seed, **SAMPLES)}
 
         evaluations.add("sample", cfg.sample_interval, sample, at_start=False)
     if cfg.hellaswag_interval:
-        return add_hellaswag(evaluations, cfg, tokenizer)
-    return []
+        add_hellaswag(evaluations, cfg, tokenizer)
 
 
 def add_validation(evaluations, cfg, world, loaders):
+    """Adds the losses of the data folders, and their mean by weights.
+
+    Bits per byte of folders differ too much to have a mean.
+    """
     splits = ", ".join(f"{weight:g} of {loader.fingerprint}" for weight, loader in loaders)
     # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
-    options = dict(
-        own_tokens=functools.partial(context_parallel.own_tokens, cfg, world),
-        stop=evaluations.watch.agreed,
-    )
+
+    def own_tokens(x, y):
+        return context_parallel.own_tokens(cfg, world, x, y)
 
     def evaluate(model):
-        found = validation_loss(model, loaders, cfg.eval_tokens, **options)
-        return found and found | {"held_out": held_out}
+        folders = {}
+        check = evaluations.watch.check
+        for weight, loader in loaders:
+            tokens = max(loader.T, round(weight * cfg.eval_tokens))
+            # as in training, with its document masks, and rows divided by context parallelism
+            with context_parallel.whole_rows(model, False):
+                scored = score_rows(model, loader, tokens, own_tokens, check)
+            score = loss_of_table(*scored)
+            folders[loader.data_dir] = score
+        if len(folders) > 1:
+            weights = [weight for weight, _ in loaders]
+            losses = [score["loss"] for score in folders.values()]
+            score = dict(loss=np.dot(weights, losses), folders=folders)
+        return score | {"held_out": held_out}
 
-    evaluations.add("val", cfg.eval_interval, evaluate, best="loss", whole_rows=False)
+    evaluations.add("val", cfg.eval_interval, evaluate, best="loss")
 
 
 def add_hellaswag(evaluations, cfg, tokenizer):
-    """Returns [a warning] where the examples cannot be had."""
     import hellaswag
 
-    examples = []
-    warnings = []
-    try:
-        examples = hellaswag.load(cfg.hellaswag_file)
-    except hellaswag.Unavailable as error:
-        warnings.append(f"no HellaSwag in this run: {error}")
-    agreement.examples(examples)
-    if examples:
-        prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
+    examples = hellaswag.load(cfg.hellaswag_file) if is_rank_0() else None
+    examples = parallel.gather_objects(examples)[0]
+    prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
 
-        def evaluate(model):
-            losses = hellaswag.losses(model, prepared, stop=evaluations.watch.agreed)
-            return hellaswag.scored(prepared, losses)[0]
+    def evaluate(model):
+        return hellaswag.score(model, prepared, check=evaluations.watch.check)
 
-        evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)
-    return warnings
+    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)

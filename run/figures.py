@@ -22,7 +22,6 @@ class Figures:
         self.batch_tokens = batch_tokens
         self.ranks = ranks
         self.names = None
-        self.compared = False  # the names, among the ranks
 
     def sums(self, part, count, extras):
         """The sums of a micro-step.
@@ -31,30 +30,24 @@ class Figures:
         """
         names = sorted(extras)
         if self.names is None:
+            agreement.same_on_all_ranks({"extras of GPT.forward": names})
             self.names = names
         if names != self.names:
             raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
-        count = scalar("count", count, part.device)
+        count = scalar(count, part.device)
         part = torch.where(count > 0, part.detach(), 0.0)  # the mean of no target may be NaN
         sums = [part, count]
         for name in names:
-            value = scalar(name, extras[name], part.device) * count
+            value = scalar(extras[name], part.device) * count
             sums.append(torch.where(count > 0, value, 0.0))
         return sums
-
-    def add(self, totals, sums):
-        """The totals of the micro-steps so far, None at first, and of one more."""
-        return sums if totals is None else torch._foreach_add(totals, sums)
 
     def over_ranks(self, totals, norm, own):
         """The Means of a step over all ranks.
 
         norm: of the gradients; own: {name: a further number of this rank}. It takes one all-reduce,
-        for which no host waits, except in the first step, when the ranks compare extras.
+        for which no host waits.
         """
-        if not self.compared:
-            self.compared = True
-            agreement.same_on_all_ranks({"extras of GPT.forward": self.names})
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
         loss = totals[0].float()  # whose device and dtype all have
@@ -87,16 +80,8 @@ class Means:
         return loss, norm, extras, dict(zip(self.own, own))
 
 
-def scalar(name, value, device):
-    """A detached float32 scalar of a number or of a tensor with one element.
-
-    Raises UserError for others.
-    """
+def scalar(value, device):
+    """A detached float32 scalar of a number or of a tensor with one element."""
     if not torch.is_tensor(value):
         return torch.full((), value, dtype=torch.float32, device=device)
-    if value.numel() != 1:
-        shape = tuple(value.shape)
-        raise UserError(
-            f"GPT.forward returned {name} of shape {shape}; expected one number, such as a mean"
-        )
     return value.detach().float().reshape(())

@@ -1,7 +1,7 @@
 """The console and logs of a run: start-up summary, a line a step, log.jsonl, and wandb."""
 
 import collections
-import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -11,7 +11,6 @@ import statistics
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +19,10 @@ from tqdm import tqdm
 import optim
 from configurator import changed, columns
 from scale import parallel
-from scale.shards import local
+from scale.cuda_graph import EAGER_STEPS
 from system import files
-from system.errors import UserError, is_rank_0, listed
+from system.errors import UserError, is_rank_0
 
-SILENT = 10  # s until a bar of `progress` that is rarely wanted begins, and between its updates
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
 
@@ -33,7 +31,7 @@ class NotFinite(UserError):
     exit_code = 5
 
 
-@dataclass
+@dataclasses.dataclass
 class Launched:
     """A step that was launched. The device may still compute it, so `means.get` waits."""
 
@@ -69,8 +67,7 @@ class Logger:
     def __init__(self, world, cfg):
         self.world, self.cfg = world, cfg
         self.began = time.perf_counter()
-        self.out_dir = self.file = self.wandb = self.wandb_id = self.saved_at = None
-        self.lost = False  # whether a full disk has cost lines of the log
+        self.file = self.wandb = self.saved_at = None
         # a step is read late, on CUDA when the next one is queued, so that the device has work
         self.unread = collections.deque()  # of Launched
         self.late = 0  # steps that stay unread
@@ -79,13 +76,9 @@ class Logger:
         self.seconds = 0.0  # that it took
         self.mark = None  # the Moment of its end
         self.steps_before, self.seconds_before = 0, 0.0  # of the run, before this process
-        self.steps_timed, self.seconds_timed = 0, 0.0  # without steps that compile or capture
-        self.steps_to_compile = 1
-        if cfg.cuda_graph:
-            from scale.cuda_graph import EAGER_STEPS
-
-            self.steps_to_compile += EAGER_STEPS
-        self.skipped = 0
+        self.steps_timed = 0  # without those that compile or capture
+        self.mean_seconds = 0.0  # of these steps; before them of those before a resume
+        self.steps_to_compile = EAGER_STEPS + 1 if cfg.cuda_graph else 1
         self.skipped_in_a_row = 0
         self.recent_losses = collections.deque(maxlen=SETTLED)
 
@@ -99,68 +92,46 @@ class Logger:
     def warn(self, words):
         self.print(f"warning: {words}")
 
-    def open(self, out_dir, config, wandb=False, wandb_id=None, saved_at=None):
+    def open(self, saved_at=None):
         """Opens the log in out_dir, and a wandb run.
 
         saved_at: the step of the checkpoint resumed there.
         """
-        self.out_dir, self.wandb_id, self.saved_at = Path(out_dir), wandb_id, saved_at
+        self.saved_at = saved_at
         if not self.world.main:
             return
-        path = self.out_dir / "log.jsonl"
+        out_dir = Path(self.cfg.out_dir)
+        config = dataclasses.asdict(self.cfg)
+        path = out_dir / "log.jsonl"
         with files.writable(out_dir):
-            files.write_json(path.with_name("config.json"), config)
-            self.file = open(path, "ab", buffering=0)
+            files.write_json(out_dir / "config.json", config)
+            self.file = open(path, "a", buffering=1)  # writes line by line
             # a kill may have cut the last line short: it would spoil the next one
             self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
-        if wandb:
-            self._try_wandb(self._start_wandb, config)
+        if self.cfg.wandb:
+            import wandb
 
-    def _start_wandb(self, config):
-        import wandb
-
-        self.wandb = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or "pretrain",
-            name=os.environ.get("WANDB_NAME") or self.out_dir.resolve().name,
-            dir=self.out_dir,
-            config=config,
-            id=self.wandb_id,
-            resume="allow",
-        )
-        self.wandb_id = self.wandb.id
-        # the steps of a run that is resumed go back, which wandb's own may not
-        self.wandb.define_metric("*", step_metric="step")
-
-    def _try_wandb(self, call, *arguments):
-        """Where wandb fails, for which it has many types of errors, training goes on without it."""
-        try:
-            call(*arguments)
-        except Exception as error:
-            self.wandb = None
-            self.warn(f"wandb is off ({type(error).__name__}: {error}); log.jsonl goes on")
+            self.wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "pretrain"),
+                name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
+                dir=out_dir,
+                config=config,
+            )
+            # the steps of a run that is resumed go back, which wandb's own may not
+            self.wandb.define_metric("*", step_metric="step")
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         finite = json.loads(json.dumps(values, default=float), parse_constant=lambda _: None)
         if self.file:
-            self._append(json.dumps({"kind": kind, "step": step, **finite}).encode() + b"\n")
+            self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb and kind != "start":  # which has no figures of a step
             figures = {f"{kind}/{name}": value for name, value in finite.items()}
-            self._try_wandb(self.wandb.log, {"step": step, **figures})
-
-    def _append(self, line):
-        """A whole line or none; a disk that is full costs lines of the log, not the run."""
-        end = self.file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self.file.write(line) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self.file.truncate(end)
-            if not self.lost:
-                words = "training goes on, lines are lost"
-                self.warn(f"{self.file.name}: {error.strerror}; {words}")
-            self.lost = True
+            try:
+                self.wandb.log({"step": step, **figures})
+            except Exception as error:  # of many types
+                self.wandb = None
+                self.warn(f"wandb is off ({error!r}); log.jsonl goes on")
 
     def start(self, state, rows, given, analysis):
         """Prints and records the start-up summary.
@@ -168,8 +139,9 @@ class Logger:
         What is printed has the command line; log.jsonl has all settings that are no defaults.
         state: a train.State; given: the user's Config; analysis: a flops.ModelAnalysis.
         """
-        self.analysis, self.model, self.tokens = analysis, state.model, state.tokens
+        self.analysis, self.tokens = analysis, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
+        self.mean_seconds = state.seconds / max(1, state.step)
         self.last, self.width = "", 5  # the run's last step, where that is known, and its digits
         if not self.cfg.max_seconds:
             steps, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
@@ -195,26 +167,20 @@ class Logger:
         kind = "stopped" if stopped else "done"
         kept = "none: nothing was saved"
         if self.saved_at is not None:
-            longer = "" if stopped else "a later end and "
-            place = f"{shlex.quote(str(self.out_dir))} at step {self.saved_at}"
-            kept = f"{place}; to go on, the same command with {longer}--resume=auto"
+            place = f"{self.cfg.out_dir} at step {self.saved_at}"
+            kept = f"{place}; to go on, the same command with --resume=auto"
         took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"
         show([(kind, took), ("checkpoint", kept)], self.print)
-        if self.wandb:
-            self._try_wandb(self.wandb.finish)
-            self.wandb = None
         self.record(kind, step)  # the last line, which a run that was killed lacks
+        if self.wandb:
+            self.wandb.finish()
 
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
 
-        A step that is not timed, since it compiles or is not read yet, counts as the mean of the
-        others, or of those before a resume.
+        A step that is not timed, since it compiles or is not read yet, counts as the mean.
         """
-        seconds, steps = self.seconds_before, self.steps_before
-        if self.steps_timed:
-            seconds, steps = self.seconds_timed, self.steps_timed
-        return self.seconds_before + (step - self.steps_before) * seconds / max(1, steps)
+        return self.seconds_before + (step - self.steps_before) * self.mean_seconds
 
     def step(self, state, lr, means, began):
         """Takes a step that was launched, and reads all but the newest `late` of those launched.
@@ -240,7 +206,7 @@ class Logger:
         self.mark = None
 
     def _read(self, launched):
-        """Waits for a step's end; logs its figures, and only then looks at what is wrong in them.
+        """Waits for a step's end; takes its time, logs it, and only then looks for what is wrong.
 
         So the log has the line of a step that ends the run.
         """
@@ -249,36 +215,23 @@ class Logger:
         # of a step before; the ranks' mean, so that all do the same
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
-        self._log_line(launched, loss, norm, extras)
-        if loss is None:
-            what = "no token of its rows is a target; the weights move by momentum and decay alone"
-            self.warn(f"step {launched.step}: {what}; try a larger --block_size or --batch_tokens")
-        elif not math.isfinite(loss):
-            self._count_skipped_or_refuse(launched.step, "loss", loss)
-        elif self.cfg.precision != "fp16" and not math.isfinite(norm):  # fp16's scaler skips
-            self._count_skipped_or_refuse(launched.step, "gradient norm", norm)
-        else:
-            self.skipped_in_a_row = 0
-            self._look_for_spike(launched.step, loss)
-
-    def _time(self, launched):
-        """Takes the time of a step: since the end of the one before, or since its own beginning."""
+        # since the end of the one before, or since its own beginning
         end = launched.means.later.moment
         self.seconds = end.since(self.mark or launched.began)
         self.mark = end
         if launched.step - self.steps_before > self.steps_to_compile:
             self.steps_timed += 1
-            self.seconds_timed += self.seconds
+            self.mean_seconds += (self.seconds - self.mean_seconds) / self.steps_timed
         launched.seconds = self.elapsed(launched.step)
+        self._log_line(launched, loss, norm, extras)
+        self._judge(launched.step, loss, norm)
 
     def _log_line(self, launched, loss, norm, extras):
         """A step's line of log.jsonl, and at an interval of the console."""
         step, lr = launched.step, launched.lr
-        tokens = launched.tokens - self.tokens
+        rate = (launched.tokens - self.tokens) / self.seconds
         self.tokens = launched.tokens
-        self._time(launched)
         ms = self.seconds * 1e3
-        rate = tokens / self.seconds
         mfu = self.analysis.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=ms, tok_per_s=rate, mfu=mfu, gib=gib)
@@ -303,59 +256,46 @@ class Logger:
             line, _, _ = line.rpartition(" | ")
         self.print(line)
 
-    def _count_skipped_or_refuse(self, step, name, value):
-        """Counts a step that Training.update skipped because of a figure.
-
-        Too many in a row are refused.
-        """
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.cfg.precision == "fp16" or self.skipped_in_a_row > self.cfg.max_skipped_steps:
-            self.refuse(step, name, value)
-        self.record("skipped", step, in_a_row=self.skipped_in_a_row, in_all=self.skipped)
-        self.warn(
-            f"step {step} was skipped, the {name} is {value}; {self.skipped_in_a_row} in a row"
-        )
-
-    def refuse(self, step, name, value):
-        """Raises NotFinite unless the figure is finite; it says what may be known of the cause."""
-        if math.isfinite(value):
+    def _judge(self, step, loss, norm):
+        """Warns of a step that was skipped, or of a spike; ends the run where that is too much."""
+        if loss is None:  # no token of the step was a target
             return
-        last = "yet" if self.saved_at is None else f"since step {self.saved_at}"
-        spoilt = [n for n, p in self.model.named_parameters() if not local(p).isfinite().all()]
-        raise NotFinite(
-            f"step {step}: the {name} is {value}; nothing was saved {last}; "
-            f"parameters that are not finite now: {listed(spoilt) or 'none'}; "
-            f"try a lower --lr, or --attention=flash (it was {self.cfg.attention}); "
-            "experiments/norms.patch shows norms before it"
-        )
+        fp16 = self.cfg.precision == "fp16"  # whose scaler skips steps by their norm
+        if math.isfinite(loss) and (fp16 or math.isfinite(norm)):
+            self.skipped_in_a_row = 0
+            self._look_for_spike(step, loss)
+            return
+        figures = f"loss {loss}, gradient norm {norm}"
+        self.skipped_in_a_row += 1
+        if fp16 or self.skipped_in_a_row > self.cfg.max_skipped_steps:
+            self.refuse(step, figures)
+        self.record("skipped", step, in_a_row=self.skipped_in_a_row)
+        self.warn(f"step {step} was skipped: {figures}; {self.skipped_in_a_row} in a row")
+
+    def refuse(self, step, figures):
+        """Raises NotFinite."""
+        advice = "try a lower --lr, or --attention=flash; experiments/norms.patch shows norms"
+        what = f"{figures}; last saved step: {self.saved_at}"
+        raise NotFinite(f"step {step}: {what}; {advice} before it")
 
     def _look_for_spike(self, step, loss):
         """Warns of a loss far above the mean of SETTLED steps before it.
 
         It does so at most once in as many steps.
         """
-        if len(self.recent_losses) == SETTLED:
-            mean = statistics.fmean(self.recent_losses)
-            z = (loss - mean) / max(statistics.pstdev(self.recent_losses, mean), 1e-6)
+        recent = self.recent_losses
+        if len(recent) == SETTLED:
+            mean = statistics.fmean(recent)
+            z = (loss - mean) / max(statistics.pstdev(recent, mean), 1e-6)
             if z > SPIKE:
-                self.recent_losses.clear()
+                recent.clear()
                 self.record("spike", step, loss=loss, mean=mean, z=z)
-                words = f"{z:.1f} sigma above its mean {mean:.4f}"
-                self.warn(
-                    f"step {step}: loss {loss:.4f} is {words}; last saved step: {self.saved_at}"
-                )
-        self.recent_losses.append(loss)
+                saved = f"last saved step: {self.saved_at}"
+                self.warn(f"step {step}: loss {loss:.4f} is {z:.1f} sigma above its mean; {saved}")
+        recent.append(loss)
 
 
-def progress(iterable, label, total=None, stop=lambda: False, bar=True):
-    """Yields the items until stop().
-
-    Rank 0 shows a bar on a terminal; bar=False: only after SILENT seconds.
-    """
-    rare = {} if bar else dict(delay=SILENT, mininterval=SILENT)
-    hidden = not is_rank_0() or not sys.stderr.isatty()
-    for item in tqdm(iterable, label, total, leave=False, disable=hidden, **rare):
-        if stop():
-            break
-        yield item
+def progress(iterable, label, total=None):
+    """The items, which rank 0 counts in a bar on a terminal."""
+    hidden = None if is_rank_0() else True  # None: where stderr is no terminal
+    return tqdm(iterable, label, total, leave=False, disable=hidden)

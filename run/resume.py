@@ -36,7 +36,6 @@ class Start:
         self.tensors = {}
         self.state = {}
         self.weights = None
-        self.wandb_id = None  # of the run that goes on in wandb
         self.saved_at = None  # the step of what is in out_dir
         with files.writable(self.out_dir):
             path = cfg.resume
@@ -54,7 +53,6 @@ class Start:
             warn(source.warning(self.folder))  # first: an edited model may not fit
             self.compare()
             if self.is_in_out_dir():
-                self.wandb_id = self.state.get("wandb_id")
                 self.saved_at = self.step
 
     def is_in_out_dir(self):

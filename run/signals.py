@@ -14,8 +14,12 @@ SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
 
 
+class Stopped(Exception):
+    """The run is to stop: what it does between steps is left."""
+
+
 class Watch:
-    """`with Watch(world) as watch`: the first signal asks the run to stop, a second one ends it.
+    """The first signal asks the run to stop, a second one ends the process.
 
     asked: the first signal that this process got, else 0. stopping: the one at which all ranks
     stop, else 0.
@@ -24,33 +28,22 @@ class Watch:
     def __init__(self, world):
         self.world = world
         self.asked = self.stopping = 0
-        self._asked_at = 0.0
-        self._before = {}  # {signal: its handler outside}
-
-    def __enter__(self):
+        self.asked_at = 0.0
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
+            signal.signal(number, self.note)
 
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number, _):
-        if self.asked and time.monotonic() - self._asked_at > TWICE:
+    def note(self, number, _):
+        if self.asked and time.monotonic() - self.asked_at > TWICE:
             os._exit(128 + number)  # which is safe: checkpoints are whole or not there
         if self.asked:
             return
         self.asked = number
-        self._asked_at = time.monotonic()
-        for console in (1, 2):
-            try:
-                os.write(console, b"")
-            except OSError:  # the terminal was closed: no `print` may fail before the run has saved
-                os.dup2(os.open(os.devnull, os.O_WRONLY), console)
-        if self.world.main:  # not by `print`, which the signal may have interrupted
+        self.asked_at = time.monotonic()
+        if self.world.main:
             words = "this run saves and stops; a second signal ends it at once"
-            os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
+            with contextlib.suppress(OSError):  # the terminal was closed
+                # not by `print`, which the signal may have interrupted
+                os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
 
     def agreed(self):
         """Sets `stopping` where any rank got a signal; returns it.
@@ -61,25 +54,17 @@ class Watch:
             self.stopping = parallel.max_over_ranks(self.asked, self.world.device)
         return self.stopping
 
+    def check(self):
+        """Raises Stopped, on all ranks, where any rank got a signal."""
+        if self.agreed():
+            raise Stopped
+
 
 class LostRank(UserError):
     """A collective failed, since another rank has ended or hangs."""
 
     exit_code = 1
     follows = True
-
-
-# what a text of PyTorch's says, and what there is to do
-HINTS = {
-    "Sharding propagation failed": (
-        "an operation does not run on rows of a tensor (DTensor), such as an optimizer's; "
-        "try --parallel=ddp"
-    ),
-    "mixed torch.Tensor and DTensor": (
-        "a parameter is used where FSDP2 has not gathered it; "
-        "call the block or the model (docs/experiment.md)"
-    ),
-}
 
 
 @contextlib.contextmanager
@@ -95,10 +80,6 @@ def errors_explained(cfg, world):
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
             why = f"{first_line(error)} (timeout_s={cfg.timeout_s})"
             raise LostRank(f"lost another rank: {why}") from None
-        for text, hint in HINTS.items():
-            if text in str(error):
-                why = f"parallel={cfg.parallel}: {first_line(error)}"
-                raise UserError(f"{why}: {hint}") from None
         inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
         if inner:
             why = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"

@@ -65,12 +65,15 @@ def innermost(core):
 
 
 @contextlib.contextmanager
-def whole_rows(model):
-    """Within it each rank has whole rows of its own, one document each, as HellaSwag needs them."""
+def whole_rows(model, whole=True):
+    """Within it each rank has whole rows of its own, one document each, as HellaSwag needs them.
+
+    whole=False: again as in training.
+    """
     names = ("context_ranks", "documents")
     parts = [getattr(model, name) for name in names if hasattr(model, name)]
     for part in parts:
-        part.on = False
+        part.on = not whole
     try:
         yield
     finally:

@@ -1,20 +1,17 @@
 """How a process ends: with one line and an exit code, on every rank.
 
-Every script calls `start` before its large imports, through configurator.parse, and then `run`.
+Every script calls `start` (configurator.parse does) before its large imports, and then `run`.
 Imports nothing of this repository.
 """
 
-import contextlib
 import faulthandler
 import os
-import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 if sys.platform == "win32":  # which lacks what is imported from here on: resource, fcntl
@@ -75,7 +72,7 @@ def this_rank():
     if not launched():
         return Rank()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Rank(*(int(os.environ.get(name) or least) for name, least in zip(names, Rank())))
+    return Rank(*(int(os.environ[name]) for name in names))
 
 
 def is_rank_0():
@@ -98,14 +95,14 @@ def warn(words):
 
 
 def start():
-    """Prepares a process: its consoles, its open files and the death of torchrun."""
+    """Prepares a process: how it ends, its consoles and its open files."""
+    sys.excepthook = explain
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        hard = 10_000  # macOS allows no more
-    if soft < hard:  # a shard takes one file, its mask another
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = min(hard, 10_000)  # macOS allows no more
+    if soft < most:  # a shard takes one file, its mask another
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=leave_with, args=[os.getppid()], daemon=True).start()
@@ -115,31 +112,23 @@ def leave_with(torchrun):
     """Ends this process within a second after its parent, also where it waits for other ranks."""
     while os.getppid() == torchrun:
         time.sleep(1)
-    try:
-        print("torchrun is gone", file=sys.stderr)
-    finally:
-        os._exit(1)
+    os._exit(1)
 
 
 def run(main, cfg):
     """Runs main(cfg), which may return an exit code, and ends the process."""
-    with in_one_line():
-        leave(main(cfg) or 0)
+    leave(main(cfg) or 0)
 
 
-@contextlib.contextmanager
-def in_one_line():
-    """Ends the process at an error: at a UserError in a line for each mistake, and its code."""
-    try:
-        yield
-    except BrokenPipeError:  # | head
-        os._exit(141)
-    except UserError as error:
+def explain(kind, error, trace):
+    """Ends the process at an uncaught error; a mistake of the user's is told in one line."""
+    if isinstance(error, UserError):
         fail(error.args, error.exit_code, error.follows)
-    except (Exception, SystemExit):
-        if not launched():
-            raise
-        fail([traceback.format_exc()], code=1)
+    if kind is BrokenPipeError:  # | head
+        os._exit(141)
+    if kind is KeyboardInterrupt:
+        fail(["stopped by SIGINT"], 130)
+    fail(["".join(traceback.format_exception(error))], 1)
 
 
 def fail(problems, code, follows=False):
@@ -164,26 +153,3 @@ def leave(code):
     if launched():  # there a DDP model may wait for gloo's threads, which wait for Python
         os._exit(code)
     sys.exit(code)
-
-
-def stop():
-    """Ends the process after Ctrl-C."""
-    if is_rank_0():
-        print("\nstopped by SIGINT", file=sys.stderr)
-    leave(130)
-
-
-def explain(kind, error, trace):
-    """Prints an uncaught error, in one line Ctrl-C and a missing package of requirements.txt."""
-    if kind is KeyboardInterrupt:
-        stop()
-    if kind is ModuleNotFoundError:
-        needed = (Path(__file__).parent.parent / "requirements.txt").read_text()
-        if re.search(rf"^{error.name}\b", needed, re.MULTILINE):
-            words = f"{sys.executable} has no {error.name}: ./setup.sh, then . .venv/bin/activate"
-            print(f"error: {words}", file=sys.stderr)
-            return
-    sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = explain

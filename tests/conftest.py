@@ -41,6 +41,7 @@ import kernels  # noqa: E402
 import train  # noqa: E402
 from configurator import configure, run  # noqa: E402
 from fast import forms  # noqa: E402
+from run import signals  # noqa: E402
 from settings import Config  # noqa: E402
 from system import files  # noqa: E402
 from system.errors import UserError  # noqa: E402
@@ -91,6 +92,7 @@ SETTINGS = [
 def kept():
     """Puts back what is set for the whole process within: no test depends on those before it."""
     environment, enabled = dict(os.environ), set(forms.enabled)
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
     values = [getattr(owner, name) for owner, name in SETTINGS]
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -98,6 +100,8 @@ def kept():
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         for (owner, name), value in zip(SETTINGS, values):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)

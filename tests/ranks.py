@@ -278,17 +278,24 @@ def be_rank(rank, request):
         os.environ |= dict(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(request["port"])
     try:
-        if "function" in request:
-            call_asked(request["function"], folder, rank)
-        else:
-            sys.argv = [request["script"], *request["words"]]
-            sys.path.insert(0, str(Path(request["script"]).resolve().parent))
-            runpy.run_path(request["script"], run_name="__main__")
+        try:
+            perform(request, folder, rank)
+        except Exception:
+            sys.modules["system.errors"].explain(*sys.exc_info())
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def perform(request, folder, rank):
+    if "function" in request:
+        call_asked(request["function"], folder, rank)
+    else:
+        sys.argv = [request["script"], *request["words"]]
+        sys.path.insert(0, str(Path(request["script"]).resolve().parent))
+        runpy.run_path(request["script"], run_name="__main__")
 
 
 def call_asked(name, folder, rank):

@@ -51,21 +51,6 @@ def test_another_copy_of_the_data_is_named_and_a_true_copy_is_none(data_dir, tmp
         assert "rank 1 has training data=" in line
 
 
-@pytest.mark.fault(87)
-def test_other_examples_of_hellaswag_are_refused(data_dir, tmp_path):
-    example = {"ctx": "one two", "endings": ["three", "four", "five", "six"], "label": 0}
-    words = []
-    for label in (0, 1):
-        path = tmp_path / str(label)
-        path.write_text(json.dumps(example | {"label": label}) + "\n")
-        settings = dict(max_steps=1, save_interval=0, hellaswag_interval=1, hellaswag_file=path)
-        words.append(flags(data_dir, tmp_path / "run", **settings))
-    done = attempt(*words)
-    assert done.codes == [2, 2] and not (tmp_path / "run/log.jsonl").exists(), done.stderr
-    [line] = error_lines(done)
-    assert "HellaSwag" in line
-
-
 @pytest.fixture
 def pair(monkeypatch):
     """Gathers this process's last two answers, as of two ranks."""

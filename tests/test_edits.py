@@ -297,8 +297,8 @@ def train_and_evaluate(job, cfg, world):
 def evaluated(job, micros):
     """The mean loss over the targets of these batches, as run/evaluate.py computes it."""
     with job.autocast:
-        found = [evaluate.sums_of_rows(job.state.model, *micro)[0] for micro in micros]
-    nats, targets, *_ = sum(table.sum(1) for table in found)
+        found = [evaluate.sums_of_rows(job.state.model, *micro) for micro in micros]
+    nats, targets, _ = sum(table.sum(1) for table in found)
     return nats / targets
 
 

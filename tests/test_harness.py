@@ -56,7 +56,7 @@ def checkpoint_of(folder, **changes):
 
 def language_model(folder, **options):
     options |= dict(checkpoint=str(folder), device="cpu", precision="fp32")
-    return harness.LanguageModel(harness.Settings(**options))
+    return harness.LanguageModel(harness.TrainedConfig(**options))
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +109,6 @@ def test_the_likeliest_continuation_is_greedy(once):
     assert score == pytest.approx(logp.max(-1).values.sum().item(), rel=1e-5)
 
 
-def test_a_separator_may_precede_each_text(once, monkeypatch):
-    pairs = [("the man", " walks his dog"), ("", "a bike")]
-    plain = once.loglikelihood(asked("loglikelihood", pairs))
-    monkeypatch.setattr(once.cfg, "bos", True)
-    (score, _), empty = once.loglikelihood(asked("loglikelihood", pairs))
-    row = torch.tensor([[256, *b"the man walks his dog"]])
-    logp = once.model.logits(row[:, :-1]).log_softmax(-1).gather(2, row[:, 1:, None])
-    assert score == pytest.approx(logp[0, len("the man") :].sum().item(), rel=1e-5)
-    assert score != pytest.approx(plain[0][0], rel=1e-3) and empty == plain[1]
-
-
 def answers(folder):
     """In a rank: the scores, and texts that are sampled."""
     model = language_model(folder)
@@ -168,6 +157,6 @@ def test_a_task_from_a_file(tmp_path, capsys, monkeypatch):
     found = json.loads(report.read_text())["results"]["made_up"]
     model = language_model(folder).model
     prepared = hellaswag.prepare(made_up(20)[:15], tokenizers.load("bytes"), 64)
-    expected, _ = hellaswag.scored(prepared, hellaswag.losses(model, prepared))
+    expected = hellaswag.score(model, prepared)
     assert found["acc,none"] == expected["acc"]
     assert "|made_up|" in capsys.readouterr().out.replace(" ", "")

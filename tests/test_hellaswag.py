@@ -37,10 +37,6 @@ def small(seed=1, vocab_size=257):
     return build(GPTConfig(**shape, n_embd=32), torch.device("cpu"), seed=seed).eval()
 
 
-def evaluated(model, prepared, batch_tokens=None):
-    return hellaswag.scored(prepared, hellaswag.losses(model, prepared, batch_tokens))
-
-
 def naive(model, examples, tokenizer):
     """(acc, acc_norm) from the logits, with one ending per forward."""
     hits = torch.zeros(2)
@@ -63,9 +59,9 @@ def test_equals_one_row_at_a_time():
     prepared = hellaswag.prepare(examples, tokenizer, 128)
     expected = naive(model, examples, tokenizer)
     for batch_tokens in (64, 1024, 100_000):
-        score, _ = evaluated(model, prepared, batch_tokens)
+        score = hellaswag.score(model, prepared, batch_tokens)
         assert [score["acc"], score["acc_norm"]] == pytest.approx(expected)
-        assert score["n"] == 30 and score["truncated"] == 0
+        assert score["n"] == 30
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +78,9 @@ def across():
 
 @pytest.mark.fault(115)
 def test_a_token_across_the_join_begins_the_ending(across):
-    """Such rows are counted, and whole endings are scored."""
-    examples = made_up(40)
-    prepared, spanned = hellaswag.prepare(examples, across, 128), 0
+    """Whole endings are scored."""
+    examples, spanned = made_up(40), 0
+    prepared = hellaswag.prepare(examples, across, 128)
     for i, (row, start) in enumerate(zip(prepared.rows, prepared.starts)):
         context, ending = examples[i // 4]["ctx"], f" {examples[i // 4]['endings'][i % 4]}"
         first = int(row[0] == across.eot)  # where a token spans the whole context
@@ -92,8 +88,7 @@ def test_a_token_across_the_join_begins_the_ending(across):
         assert across.decode(row[start:]).endswith(ending)
         assert context.startswith(across.decode(row[first:start]))
         spanned += across.decode(row[first:start]) != context
-    score, _ = evaluated(small(vocab_size=400), prepared, 1024)
-    assert score["spanned"] == prepared.spanned == spanned > 100
+    assert spanned > 100
 
 
 @pytest.mark.fault(115)
@@ -112,7 +107,7 @@ def test_a_long_context_is_cut_on_its_left():
     tokenizer = tokenizers.load("bytes")
     example = {"ctx": "a" * 300 + "b", "endings": ["cc"] * 4, "label": 0}
     prepared = hellaswag.prepare([example], tokenizer, 32)
-    assert prepared.truncated == 4 and all(len(row) == 33 for row in prepared.rows)
+    assert all(len(row) == 33 for row in prepared.rows)
     assert tokenizer.decode(prepared.rows[0]) == "a" * 29 + "b cc"
     longer = example | dict(endings=["c" * 40] * 4)
     refused(DataError, "0: an ending of 41 tokens", hellaswag.prepare, [longer], tokenizer, 32)
@@ -127,46 +122,40 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
 
 
 @pytest.mark.parametrize("content, words", [
-    (None, "No such file or directory; name another"),
-    (b"\n", "no examples"),
+    (None, "No such file or directory"),
     (b'{"ctx": "a", "endings"', ":1: not an example"),
-    (b'\n{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', ":2: not an example"),
+    (b'{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', ":1: not an example"),
     (b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', ":1: not an example"),
     (b'{"ctx": "\xff"}', ":1: not an example"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path, content, words):
     if content:
         (tmp_path / "h.jsonl").write_bytes(content)
-    error = refused(DataError, f"h.jsonl.*{words}", hellaswag.load, tmp_path / "h.jsonl")
-    assert error.exit_code == 3 and not isinstance(error, hellaswag.Unavailable)
+    error = refused(DataError, words, hellaswag.load, tmp_path / "h.jsonl")
+    assert error.exit_code == 3 and "h.jsonl" in str(error)
 
 
-def test_a_dead_network_is_no_mistake(tmp_path, monkeypatch):
+def test_a_dead_network_is_told(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(hellaswag.urllib.request, "urlopen", refuse)
     monkeypatch.setattr(hellaswag, "CACHE", tmp_path / "cache/hellaswag_val.jsonl")
-    refused(hellaswag.Unavailable, "cannot be downloaded .*no network", hellaswag.load)
+    refused(DataError, "no network.* --hellaswag_interval=0", hellaswag.load)
     assert not (tmp_path / "cache").exists()
 
 
 def test_the_command_line_over_two_ranks_prints_one_score_the_same(tmp_path, capsys):
-    models, path, examples = [small(), small(seed=2)], tmp_path / "h.jsonl", made_up(25)
+    model, path, examples = small(), tmp_path / "h.jsonl", made_up(25)
     path.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    prepared = hellaswag.prepare(examples[:21], tokenizers.load("bytes"), 128)
+    prepared = hellaswag.prepare(examples, tokenizers.load("bytes"), 128)
     # a rank without a batch takes part
-    assert len(list(hellaswag.batches(prepared.rows, 256, 128))) % 2 == 1
-    for name, model in zip("ab", models):
-        save_model(tmp_path / name, model, model.cfg)
+    assert len(list(hellaswag.batches(prepared.rows, 1024, 128))) % 2 == 1
+    save_model(tmp_path / "a", model, model.cfg)
     settings = dict(checkpoint=f"{tmp_path}/a", file=str(path), tokenizer="bytes", device="cpu")
-    settings |= dict(limit=21, batch_tokens=256)
     words = [f"--{name}={value}" for name, value in settings.items()]
     both = ranks.run(2, [*words, "--parallel=fsdp"], "hellaswag.py")
     assert both.returncode == 0 and both.outputs[1] == both.stderr == "", both.stderr
-    hellaswag.main(hellaswag.Config(**settings, against=f"{tmp_path}/b"))
-    alone, less = capsys.readouterr().out.splitlines()
-    assert both.outputs[0] == alone + "\n" and alone.endswith("n 21 | truncated 0 | spanned 0")
-    one, two = (evaluated(m, prepared, 256)[1]["acc_norm"] for m in models)
-    gain = one.astype(float) - two
-    assert gain.any() and f"acc_norm {gain.mean():.4f} ±{gain.std() / 20**0.5:.4f}" in less
+    hellaswag.main(hellaswag.Config(**settings))
+    alone = capsys.readouterr().out
+    assert both.outputs[0] == alone and alone.endswith("n 25\n")

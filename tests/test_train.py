@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 import shutil
-import urllib.error
-import urllib.request
 
 import pytest
 import saved
@@ -24,7 +22,6 @@ from conftest import (
 )
 
 import fineweb
-import hellaswag
 import train
 from configurator import configure
 from corpus.loader import DataError
@@ -206,7 +203,7 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
         one, two, three = (tensors[name] for tensors in found)
         assert all(torch.equal(one[k], two[k]) for k in one)
         assert not all(torch.equal(one[k], three[k]) for k in one)
-    assert [(line["step"], line["in_all"]) for line in log if line["kind"] == "skipped"] == [(2, 1)]
+    assert [line["step"] for line in log if line["kind"] == "skipped"] == [2]
     with pytest.raises(NotFinite, match="step 6"):  # its second in a row
         train_here(data_dir, tmp_path / "run", max_steps=9, resume="auto", **settings)
 
@@ -231,20 +228,12 @@ def test_a_resume_with_other_settings_or_code_is_told(data_dir, tmp_path, capsys
     assert max(losses(train_here(data_dir, run, max_steps=8, resume="auto", dry_run=True))) == 6
 
 
-def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypatch, capsys):
+def test_hellaswag_in_the_loop(data_dir, tmp_path):
     path, settings = tmp_path / "hellaswag.jsonl", dict(max_steps=2, hellaswag_interval=2)
     example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
     path.write_text((json.dumps(example) + "\n") * 3)
     log = train_here(data_dir, tmp_path / "a", hellaswag_file=path, **settings)
     assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
-
-    def refuse(*_, **__):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    monkeypatch.setattr(hellaswag, "CACHE", tmp_path / "cache")
-    log = train_here(data_dir, tmp_path / "b", **settings)
-    assert sorted(losses(log)) == [1, 2] and "no HellaSwag in this run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings, message", [
