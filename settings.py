@@ -194,7 +194,6 @@ class Config(GPTConfig):
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
-    max_skipped_steps: int = 0  # steps in a row that may be skipped for inf or NaN
     # Evaluation, at an interval of steps, first (but for samples) and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
@@ -301,7 +300,7 @@ SCHEDULE = (
 )
 TOLD_AT_RESUME = (
     "seed dropout document_mask weight_decay beta1 beta2 clip lr_embedding lr_head "
-    "momentum_warmup max_skipped_steps precision reduce_dtype overfit eval_tokens"
+    "momentum_warmup precision reduce_dtype overfit eval_tokens"
 )
 
 AT_LEAST_1 = (
@@ -310,7 +309,7 @@ AT_LEAST_1 = (
 ).split()
 AT_LEAST_0 = (
     "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 seed "
-    "warmup_steps momentum_warmup max_skipped_steps eval_interval hellaswag_interval "
+    "warmup_steps momentum_warmup eval_interval hellaswag_interval "
     "sample_interval save_interval shuffle_seed"
 ).split()
 

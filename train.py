@@ -43,7 +43,6 @@ from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger, progress
-from run.pack import magnitudes
 from run.prove import prove
 from run.resume import Start
 from run.signals import Watch, errors_explained
@@ -125,19 +124,12 @@ class Training:
         factor = self.cfg.batch_tokens / targets.clamp(min=1)
         return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
 
-    def update(self, totals, norm):
-        """A step of the optimizer; with max_skipped_steps none if loss or norm is not finite."""
+    def update(self):
+        """A step of the optimizer; fp16's scaler leaves it out if a gradient is not finite."""
         state = self.state
-        # fp16's scaler skips by itself
-        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":
-            # the optimizer leaves weights and states as they are, which no host needs to know
-            state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
-            spoilt = state.optimizer.found_inf.to(totals[0].device) > 0
-            for amax in magnitudes(state.model):  # fp8's
-                amax.masked_fill_(spoilt, 0)
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
         state.step += 1
 
 
@@ -230,7 +222,7 @@ def train(cfg, world, watch, stack):
         training.accumulation = cfg.micro_steps(world.size, tokens)
         totals = training.accumulate(loader.next)
         norm = training.normalize_and_clip(totals)
-        training.update(totals, norm)
+        training.update()
 
         # log; the ranks agree here on signals, on saves in the background, and on the time
         own = {

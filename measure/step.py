@@ -109,8 +109,8 @@ def step(job, next_batch, cfg):
     """A step at the schedule's first rate: at full rate a wide model diverges on random tokens."""
     optim.set_learning_rate(job.state.optimizer, optim.learning_rate(0, 0.0, cfg))
     totals = job.accumulate(next_batch)
-    norm = job.normalize_and_clip(totals)
-    job.update(totals, norm)
+    job.normalize_and_clip(totals)
+    job.update()
 
 
 def synthetic(cfg, world):

@@ -85,8 +85,6 @@ class Logger:
             from scale.cuda_graph import EAGER_STEPS
 
             self.steps_to_compile += EAGER_STEPS
-        self.skipped = 0
-        self.skipped_in_a_row = 0
         self.recent_losses = collections.deque(maxlen=SETTLED)
 
     def print(self, *words):
@@ -253,13 +251,11 @@ class Logger:
         if loss is None:
             what = "no token of its rows is a target; the weights move by momentum and decay alone"
             self.warn(f"step {launched.step}: {what}; try a larger --block_size or --batch_tokens")
-        elif not math.isfinite(loss):
-            self._count_skipped_or_refuse(launched.step, "loss", loss)
-        elif self.cfg.precision != "fp16" and not math.isfinite(norm):  # fp16's scaler skips
-            self._count_skipped_or_refuse(launched.step, "gradient norm", norm)
-        else:
-            self.skipped_in_a_row = 0
-            self._look_for_spike(launched.step, loss)
+            return
+        self.refuse(launched.step, "loss", loss)
+        if self.cfg.precision != "fp16":  # fp16's scaler skips such a step
+            self.refuse(launched.step, "gradient norm", norm)
+        self._look_for_spike(launched.step, loss)
 
     def _time(self, launched):
         """Takes the time of a step: since the end of the one before, or since its own beginning."""
@@ -302,20 +298,6 @@ class Logger:
         while sys.stdout.isatty() and len(line) > shutil.get_terminal_size().columns:
             line, _, _ = line.rpartition(" | ")
         self.print(line)
-
-    def _count_skipped_or_refuse(self, step, name, value):
-        """Counts a step that Training.update skipped because of a figure.
-
-        Too many in a row are refused.
-        """
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.cfg.precision == "fp16" or self.skipped_in_a_row > self.cfg.max_skipped_steps:
-            self.refuse(step, name, value)
-        self.record("skipped", step, in_a_row=self.skipped_in_a_row, in_all=self.skipped)
-        self.warn(
-            f"step {step} was skipped, the {name} is {value}; {self.skipped_in_a_row} in a row"
-        )
 
     def refuse(self, step, name, value):
         """Raises NotFinite unless the figure is finite; it says what may be known of the cause."""

@@ -235,7 +235,7 @@ class Proof:
                 if p.requires_grad:  # a rank may lack some
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                     parallel.sum_over_ranks(p.grad.div_(self.world.size))
-        norm = training.normalize_and_clip(totals)
+        training.normalize_and_clip(totals)
         part, count = parallel.sum_over_ranks(torch.stack([t.float() for t in totals[:2]]))
         loss = part * training.rank_step_tokens / count
         if not loss.isfinite():
@@ -248,7 +248,7 @@ class Proof:
         for places in range(3):
             give(parameters, (plain or found)["gradient"], places)
             generators.seed(self.draws)
-            training.update(totals, norm)
+            training.update()
         found["update"] = {name: t - weights[name] for name, t in whole(parameters).items()}
         return found
 
@@ -257,7 +257,8 @@ class Proof:
         next_batch = self.batches_again().__next__
         for _ in range(AFTER):
             totals = training.accumulate(next_batch)
-            training.update(totals, training.normalize_and_clip(totals))
+            training.normalize_and_clip(totals)
+            training.update()
         return parallel.checksums(training.state.model).tolist()
 
     # -- what is compared; each raises Wrong

@@ -9,5 +9,5 @@ def take_step(job, next_batch, lr):
     totals = job.accumulate(next_batch)
     norm = job.normalize_and_clip(totals)
     loss = totals[0] * job.rank_step_tokens / totals[1].clamp(min=1)
-    job.update(totals, norm)
+    job.update()
     return loss, norm
