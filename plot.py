@@ -99,15 +99,23 @@ def main(cfg):
 def style(dark=False):
     """matplotlib's settings of the light theme, or the dark one."""
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c36") if dark else ("#fff", "#1f2328", "#e5e7eb")
-    found = dict.fromkeys(["axes.spines.top", "axes.spines.right", "text.parse_math"], False)
-    found |= dict.fromkeys(["figure.facecolor", "axes.facecolor"], paper)
-    inks = ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"]
-    found |= dict.fromkeys(inks, ink)
-    found |= {"axes.grid": True, "axes.axisbelow": True, "grid.color": grid}
-    return found | {
+    return {
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "grid.color": grid,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
         "axes.xmargin": 0.015,
         "axes.titlesize": "medium",
         "axes.formatter.useoffset": False,
+        "text.parse_math": False,
     }
 
 
@@ -235,9 +243,8 @@ def choose_panels(runs):
     own = {}  # evaluations and extras
     for run in runs:
         for kind, lines in run.lines.items():
-            for key in sorted(
-                {key for line in lines.values() for key in line if number(line[key])}
-            ):
+            keys = {key for line in lines.values() for key in line if number(line[key])}
+            for key in sorted(keys):
                 if key.startswith("extras."):
                     own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
                 elif kind not in OURS and key not in ("step", "seconds"):

@@ -5,14 +5,12 @@ import itertools
 import re
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-import kernels
 import optim
 import train
 from configurator import too_small
@@ -96,7 +94,9 @@ def take_steps(cfg, world):
     if cfg.trace or cfg.breakdown and on_gpu:
         events = profiled(job, next_batch, cfg, world)
     if cfg.breakdown and on_gpu:
-        breakdown(events, floor_times(cfg, world.device, job.accumulation))
+        say("\nGPU time of a step")
+        for kind, ms in times_by_kind(events).items():
+            say(f"{kind:<24}{ms:>9.1f} ms")
 
 
 def build(cfg, world):
@@ -120,10 +120,8 @@ def synthetic(cfg, world):
     draws = torch.rand(shape, dtype=torch.float64, generator=generator)
     # the powers fall between n and n + 1 with odds log(1 + 1/n)
     tokens = ((cfg.vocab_size + 1) ** draws).long() - 1
-    batches = []
-    for batch in tokens.to(world.device):
-        x, y = batch[:, :-1], batch[:, 1:]
-        batches.append((x.contiguous(), y.contiguous()))
+    tokens = tokens.to(world.device)
+    batches = zip(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
     return itertools.cycle(batches).__next__
 
 
@@ -148,50 +146,6 @@ def speed(times, cfg, world, analysis):
     used = "n/a" if share is None else f"{share:.1%}"
     spread = f"median of {len(times)} ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
-
-
-def breakdown(events, floor):
-    """Prints a step's GPU time by kind of kernel, and the floor; see `profiled`, `floor_times`."""
-    say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind, ms in times_by_kind(events).items():
-        alone = f"{floor[kind]:>12.1f}" if kind in floor else ""
-        say(f"{kind:<28}{ms:>10.1f}{alone}")
-
-
-def floor_times(cfg, device, micro_steps):
-    """{"GEMMs", "attention", "all": ms of a step in bf16}, with each kernel timed alone.
-
-    Forward and backward both count.
-    """
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    qkv = []
-    for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads):
-        own = max(1, heads // cfg.context_parallel)
-        qkv.append(torch.randn(cfg.batch_size, own, cfg.block_size, cfg.head_size, **options))
-    forward = partial(kernels.attention, *qkv, cfg.attention)
-    y = forward()
-    backward = partial(torch.autograd.grad, y, qkv, torch.randn_like(y), retain_graph=True)
-    attention = cfg.n_layer * (clock(forward) + clock(backward))
-    gemms = linear_time(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)  # the head's
-    for M, K in cfg.block_matmuls:
-        gemms += cfg.n_layer * linear_time(cfg.rank_tokens, K, M, device)
-    times = {"GEMMs": gemms, "attention": attention, "all": gemms + attention}
-    return {kind: micro_steps * ms for kind, ms in times.items()}
-
-
-def linear_time(N, K, M, device):
-    """ms of a linear layer's three GEMMs, forward and backward, with x: (N, K) and W: (M, K)."""
-    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x, w, dy = random(N, K), random(M, K), random(N, M)
-    pairs = [(x, w.t()), (dy, w), (dy.t(), x)]  # y, dx and dW
-    return sum(clock(partial(torch.mm, *pair)) for pair in pairs)
-
-
-def clock(work):
-    """Median ms of work() on the GPU; clearing the L2 cache before it hides its launches."""
-    from triton.testing import do_bench
-
-    return do_bench(work, return_mode="median")
 
 
 def times_by_kind(events):
