@@ -205,11 +205,12 @@ def draw_panel(axes, runs, x, panel, begin=0):
 def label_ends(axes, runs, x, y):
     """Each run's last loss and name right of the panel, and a line to the end of its curve."""
     low, high = axes.get_ylim()
-    ends = [run.end(y) for run in runs]
-    heights = np.clip([(end.value - low) / (high - low) for end in ends], 0, 1)
-    size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
-    places = spread(np.clip(heights, 0.03, 1), 1.35 * size / 240)
-    for run, end, height, place in zip(runs, ends, heights, places):
+    size = min(10, 200 / len(runs))  # in points; a panel is some 240 high
+    place = -1.0
+    for run in sorted(runs, key=lambda run: run.end(y).value):
+        end = run.end(y)
+        height = np.clip((end.value - low) / (high - low), 0, 1)
+        place = max(height, 0.03, place + 1.35 * size / 240)
         words = f"{end.value:.3f}"
         if run.diverged:
             words = "NaN"
@@ -227,15 +228,6 @@ def label_ends(axes, runs, x, y):
             # the line begins at the text's left edge
             arrowprops=dict(arrowstyle="-", color=run.color, linestyle=":", relpos=(0, 0.5)),
         )
-
-
-def spread(places, gap):
-    """The places, moved up where they are not `gap` above the one below."""
-    order = np.argsort(places)
-    steps = gap * np.arange(len(places))
-    found = np.empty(len(places))
-    found[order] = np.maximum.accumulate(places[order] - steps) + steps
-    return found
 
 
 def choose_panels(runs):
