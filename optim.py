@@ -54,10 +54,7 @@ def param_groups(model, cfg):
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        kind = kind_of(model, name, p)
-        if muon and kind == "matrix" and min(p.shape[-2:]) == 1:
-            kind = "vector"
-        groups[kind]["params"].append(p)
+        groups[kind_of(model, name, p)]["params"].append(p)
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 
@@ -68,9 +65,10 @@ def kind_of(model, name, p):
         return "embedding"
     if p.dim() == 2 and name.startswith("head"):  # of a second head too
         return "head"
-    if p.dim() in (2, 3) and not isinstance(layer, torch.nn.modules.conv._ConvNd):
-        return "matrix"  # 3: a stack of matrices
-    return "vector"  # biases, norms, gates, convolutions
+    is_matrix = p.dim() in (2, 3) and min(p.shape[-2:]) > 1  # 3: a stack of matrices
+    if is_matrix and not isinstance(layer, torch.nn.modules.conv._ConvNd):
+        return "matrix"
+    return "vector"  # biases, norms, gates, single rows, convolutions
 
 
 def build(name, groups, model, cfg):
@@ -131,11 +129,6 @@ class Several:
     def param_groups(self):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    @property
-    def state(self):
-        """{parameter: state}, to read; what is written is lost."""
-        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
-
     def step(self):
         for optimizer in self.optimizers:
             optimizer.step()
@@ -150,19 +143,19 @@ def parts_of(optimizer):
     return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
 
 
-def clip_gradients(model, limit, factor=None):
+def clip_gradients(model, limit, factor):
     """Multiplies the gradients by factor, then limits their norm over all ranks.
 
-    factor: a scalar tensor, None: 1; limit: None: no further scaling. Returns the norm before
-    `limit`. torch's clip_grad_norm_ takes DTensors one by one: 20 ms of a step of 614 ms (Llama 3
-    8B, four H200s).
+    factor: a scalar tensor; limit: None: no further scaling. Returns the norm before `limit`.
+    torch's clip_grad_norm_ takes DTensors one by one: 20 ms of a step of 614 ms (Llama 3 8B, four
+    H200s).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local(grad) for grad in grads]
     square = norms(own).square().sum()
     if isinstance(grads[0], DTensor):
         dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
-    factor = square.new_ones(()) if factor is None else factor.to(square)
+    factor = factor.to(square)
     norm = square.sqrt() * factor
     if limit is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1)
@@ -263,24 +256,24 @@ def matrices_of(name, weight, cfg):
 
 @dataclass(eq=False)
 class Matrix:
-    """Rows of a weight; where it is sharded, each rank holds some of them, perhaps none."""
+    """Rows of a weight; where it is sharded, a rank holds some of them, perhaps none, else all."""
 
     weight: torch.nn.Parameter
     shape: tuple[int, int]  # rows, columns
-    held: list[int]  # rows that each rank of the shards holds
+    held: list[int]  # rows that each rank holds
     here: int  # rows that this rank holds
 
 
 def divided(weight, counts):
     """[Matrix] of a weight whose matrices have so many rows, one below the other."""
     each = math.prod(weight.shape[1:-1])  # the rows of a stack's entry; else 1
-    rank, shards, _ = ranks_of(weight) if isinstance(weight, DTensor) else (0, 1, None)
+    rank, size, _ = ranks_of(weight)
     found = []
     end = 0
     for rows in counts:
         begin, end = end, end + rows
         held = []
-        for r in range(shards):
+        for r in range(size):
             first, last = rows_of(weight, r)
             held.append(len(range(max(begin, first * each), min(end, last * each))))
         found.append(Matrix(weight, (rows, weight.size(-1)), held, held[rank]))

@@ -394,10 +394,7 @@ def shape_conflicts(cfg, ranks):
     They are checked when all else is right.
     """
     N = cfg.context_parallel
-    D = cfg.head_size
     found = []
-    if cfg.document_mask and (D % 8 or D > 256):
-        found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):
         value = getattr(cfg, name)
         if value % N:

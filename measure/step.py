@@ -1,8 +1,8 @@
-"""A training step timed as in train.py, on random tokens, and its GPU time by kind of kernel."""
+"""A training step timed as in train.py, on random tokens, and its GPU time by kernel."""
 
+import collections
 import contextlib
 import itertools
-import re
 import statistics
 import time
 from pathlib import Path
@@ -24,16 +24,7 @@ from system.errors import is_rank_0, refuse
 SEPARATOR = 718
 BEGAN = time.perf_counter()  # about when the process did
 PROFILED = 2  # steps that are profiled
-NCCL = "communication, exposed"
-KINDS = {  # a kernel is of the first kind whose pattern its name contains
-    NCCL: "nccl",
-    "attention": "sdpa|flash|fmha|cudnn::fusion|pytorch_flash",
-    # on Hopper the loss is computed in the epilogue of the head's GEMM
-    "GEMMs": "nvjet|gemm|cutlass|xmma|splitk|hopper_",
-    "loss": "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss",
-    "optimizer": "multi_tensor_apply|fusedadam|lpnorm",
-    "elementwise": "",
-}
+SHOWN = 25  # kernels that take most time
 
 
 def measure(cfg):
@@ -92,11 +83,11 @@ def take_steps(cfg, world):
         held = torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if cfg.trace or cfg.breakdown and on_gpu:
-        events = profiled(job, next_batch, cfg, world)
+        kernels = profiled(job, next_batch, cfg, world)
     if cfg.breakdown and on_gpu:
-        say("\nGPU time of a step")
-        for kind, ms in times_by_kind(events).items():
-            say(f"{kind:<24}{ms:>9.1f} ms")
+        say(f"\n{kernels.total():9.2f} ms  all kernels of a step; the rest of it the GPU waits")
+        for name, ms in kernels.most_common(SHOWN):
+            say(f"{ms:9.2f} ms  {name[:66]}")
 
 
 def build(cfg, world):
@@ -148,26 +139,8 @@ def speed(times, cfg, world, analysis):
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
 
 
-def times_by_kind(events):
-    """{kind: ms a step}; idle: without any kernel, all: from the first one to the last.
-
-    events: [(name, begin, end) in ms] of PROFILED steps. Of NCCL's kernels the time counts in which
-    no other kernel runs.
-    """
-    of_kind = {kind: [] for kind in KINDS}
-    for event in events:
-        kind = next(kind for kind in KINDS if re.search(KINDS[kind], event[0], re.IGNORECASE))
-        of_kind[kind].append(event)
-    busy = union(events)
-    others = union(event for event in events if event not in of_kind[NCCL])
-    wall = max(end for _, _, end in events) - min(begin for _, begin, _ in events)
-    total = {kind: sum(end - begin for _, begin, end in found) for kind, found in of_kind.items()}
-    total |= {NCCL: busy - others, "idle": wall - busy, "all": wall}
-    return {kind: ms / PROFILED for kind, ms in total.items()}
-
-
 def profiled(job, next_batch, cfg, world):
-    """[(name, begin, end) in ms] of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
+    """{name: ms a step} of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
     kind = "CUDA" if world.device.type == "cuda" else "CPU"
     parallel.synchronize(world.device)
     # without acc_events, torch 2.11 warns
@@ -178,14 +151,8 @@ def profiled(job, next_batch, cfg, world):
     if cfg.trace and world.main:
         prof.export_chrome_trace(cfg.trace)
     own = getattr(torch.autograd.DeviceType, kind)
-    spans = [(e.name, e.time_range) for e in prof.events() if e.device_type == own]
-    return [(name, span.start / 1e3, span.end / 1e3) for name, span in spans]
-
-
-def union(events):
-    """ms in which at least one of the events was running."""
-    covered, reached = 0.0, float("-inf")
-    for _, begin, end in sorted(events, key=lambda e: e[1]):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
+    found = collections.Counter()
+    for event in prof.events():
+        if event.device_type == own:
+            found[event.name] += event.time_range.elapsed_us() / 1e3 / PROFILED
+    return found
