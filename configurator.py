@@ -254,9 +254,9 @@ def describe(cls, doc="", width=80):
                 name, comment = field.groups()
                 option = _option(name, getattr(cls, name), left.pop(name), comment, width)
                 sections.setdefault(section, []).append(option)
-    rows = [textwrap.fill(line, width) for line in inspect.cleandoc(doc).splitlines()]
+    rows = [doc.strip()]
     for section, options in sections.items():
-        rows += ["", textwrap.fill(f"{section}:", width), *options]
+        rows += ["", f"{section}:", *options]
     return "\n".join(rows)
 
 

@@ -38,7 +38,6 @@ UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 # part of a run whose losses may lie above the panel: their fall would press the rest flat
 BEGINNING = 0.1
 END = 0.6  # part of the axis from which on the second panel shows the end of several runs
-JOINED = 4  # marks from which on a line joins them
 # kinds of lines that are not evaluations of your own
 OURS = "start train val hellaswag sample saved done stopped spike".split()
 # Blue, orange, green, pink, ochre and sky, which follow Okabe and Ito's: the colour-blind can tell
@@ -176,8 +175,6 @@ def draw_panel(axes, runs, x, panel, begin=0):
             if kind != "train":
                 look |= dict(marker="o", markersize=5, linewidth=1.8, zorder=2.5)
                 look["markeredgecolor"] = axes.get_facecolor()
-                if len(values) < JOINED:
-                    look["linestyle"] = ""
             elif panel is RATE:
                 values = values / np.nanmax(values)
             else:

@@ -187,12 +187,12 @@ class Config(GPTConfig):
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
-    # Evaluation, at an interval of steps, first (but for samples) and at the end; 0: never
+    # Evaluation at an interval of steps, before the first and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
     hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
-    sample_interval: int = 0  # print samples, which log.jsonl has too
+    sample_interval: int = 0  # print samples, not before the first step; log.jsonl has them too
     sample_prompt: str = "Hello, I'm a language model,"  # text that they continue
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never

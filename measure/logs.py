@@ -45,7 +45,7 @@ class Run:
         self.diverged = any(np.isnan(values[-1:]).any() for values in losses)
 
     def series(self, kind, key):
-        """(steps, values) of a figure, float arrays; NaN where it was not finite.
+        """(steps, values) of a figure, float arrays; NaN where the log has null.
 
         The validation before the first step is left out of a log with training: it is far above the
         rest.
@@ -55,7 +55,6 @@ class Run:
         if kind == "val" and "train" in self.lines and 0 in steps:
             steps.remove(0)
         values = np.array([lines[step][key] for step in steps], dtype=float)  # null is NaN
-        values[np.isinf(values)] = np.nan
         return np.array(steps, dtype=float), values
 
     def place(self, steps, x):

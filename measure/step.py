@@ -4,7 +4,6 @@ import collections
 import contextlib
 import itertools
 import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from system.errors import is_rank_0, refuse
 
 # ends documents with document_mask: one in 7,800 tokens of `synthetic` in GPT-2's vocabulary
 SEPARATOR = 718
-BEGAN = time.perf_counter()  # about when the process did
 PROFILED = 2  # steps that are profiled
 SHOWN = 25  # kernels that take most time
 
@@ -71,10 +69,7 @@ def take_steps(cfg, world):
     next_batch = synthetic(cfg, world)
     size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
     show([*rows, *job.analysis.rows(), *job.rows, ("a step", size)], say)
-    step(job, next_batch, cfg)
-    ended = parallel.synchronize(world.device)
-    show([("first step", f"ends {ended - BEGAN:.1f} s after the start")], say)
-    for _ in range(cfg.settle):
+    for _ in range(1 + cfg.settle):  # the first compiles
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.analysis))], say)
