@@ -7,13 +7,11 @@ it may import and compute, and names that start with `_` are not settings. `~` a
 a path is the home. All mistakes are reported at once.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import inspect
 import itertools
-import math
 import operator
 import re
 import runpy
@@ -23,6 +21,7 @@ import sys
 import textwrap
 import types
 import typing
+from decimal import Decimal
 from pathlib import Path
 
 from system import errors
@@ -147,7 +146,7 @@ def _convert(cls, hints, name, value):
         # the shell leaves --key=~/x as it is
         value = re.sub("(^|[,:])~(?=/|$)", rf"\1{Path.home()}", value)
     for kind in kinds:
-        with contextlib.suppress(ValueError, KeyError, SyntaxError):
+        with contextlib.suppress(ValueError, KeyError, ArithmeticError):  # of Decimal
             return _read(kind, value)
     raise UserError(f"{name}={value} is not {_in_words(hints[name])}")
 
@@ -176,13 +175,10 @@ def _read(kind, value):
 
 
 def _number(kind, value):
-    if isinstance(value, str):
-        value = ast.literal_eval(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    number = Decimal(str(value))
+    if not number.is_finite() or kind is int and number % 1:  # 1e6 is an int
         raise ValueError
-    if not math.isfinite(value) or kind is int and value % 1:  # 1e6 is an int
-        raise ValueError
-    return kind(value)
+    return kind(number)
 
 
 def typed(cls, values):

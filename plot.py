@@ -7,9 +7,10 @@
     python plot.py out/gate_* --against out/base_*      # means over seeds
 
 Shows the loss and, of several runs of about one length, its end once more,
-larger. Below are small panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
-tokens per second, figures of your own that the model's forward returns
-(extras), and evaluations of your own. A step that is NaN is a gap.
+larger. Below are small panels, as far as a run has them: HellaSwag, learning
+rate, gradient norm, tokens per second, figures of your own that the model's
+forward returns (extras), and evaluations of your own. A step that is NaN is a
+gap.
 
 With --against it prints a table too: the runs of a side differ in seeds alone,
 and each side has its mean loss ± the standard deviation; then the difference

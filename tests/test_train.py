@@ -241,7 +241,7 @@ def test_hellaswag_in_the_loop_and_without_its_file(data_dir, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(n_head=5, lr=-1), "n_head=5; lr=-1.0"),
+    (dict(n_layer=0, lr=-1), "n_layer=0 .*; lr=-1.0"),
     (dict(device="meta"), "device=meta"),
     (dict(device="cuda:99"), "device=cuda:99"),
     (dict(shuffle_seed=-1), "shuffle_seed=-1"),
