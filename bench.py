@@ -5,12 +5,11 @@
     python bench.py memory --init_from=hf:NAME_OR_FOLDER       # others' weights
 
 `step` builds what train.py builds and feeds it random tokens with the
-frequencies of text. It prints the median step, the GPU time by kind of kernel,
-and the floor: every GEMM and attention kernel timed alone. --trace=FILE writes
-a chrome trace (chrome://tracing, ui.perfetto.dev), of a CPU too.
---snapshot=FILE writes what the GPU's memory held from the start on, for
-pytorch.org/memory_viz. `python bench.py COMMAND --help` lists a command's
-settings; measure/COMMAND.py is its code.
+frequencies of text. It prints the median step and the GPU time of its
+kernels. --trace=FILE writes a chrome trace (chrome://tracing, ui.perfetto.dev),
+of a CPU too. --snapshot=FILE writes what the GPU's memory held from the start
+on, for pytorch.org/memory_viz. `python bench.py COMMAND --help` lists a
+command's settings; measure/COMMAND.py is its code.
 """
 
 import importlib
@@ -29,7 +28,7 @@ class StepConfig(Config):
     steps: int = 50  # steps timed; 0: none, with --settle=0 --breakdown=False only the first runs
     settle: int = 5  # warm-up steps before them
     gpu_gib: float | None = None  # limit on the memory used of a larger GPU; None: all
-    breakdown: bool = True  # GPU time by kind of kernel and the floor, from two more steps
+    breakdown: bool = True  # GPU time of the longest kernels, from two more steps
     trace: str | None = None  # write a chrome trace of two steps to this file
     snapshot: str | None = None  # writes the first GPU's memory history to this file
 

@@ -7,13 +7,11 @@ it may import and compute, and names that start with `_` are not settings. `~` a
 a path is the home. All mistakes are reported at once.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import inspect
 import itertools
-import math
 import operator
 import re
 import runpy
@@ -23,6 +21,7 @@ import sys
 import textwrap
 import types
 import typing
+from decimal import Decimal
 from pathlib import Path
 
 from system import errors
@@ -71,7 +70,7 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
                 words.append(word)
                 continue
             else:
-                found = _settings_of(_find_file(word, hints))
+                found = _settings_of(_find_file(word))
         except UserError as error:
             wrong += error.args
             continue
@@ -108,19 +107,15 @@ def _flag(word, rest, hints):
     return key, rest.pop(0) if following else ""
 
 
-def _find_file(word, hints):
+def _find_file(word):
     """The path of a config file, of which `word` may lack .py and config/."""
     for folder in ("", "config", HERE, HERE / "config"):
         path = Path(folder, f"{word.removesuffix('.py')}.py")
         if path.is_file():
             return str(path)
     recipes = sorted(path.stem for path in HERE.glob("config/*.py"))
-    hint = f"recipes: {', '.join(recipes)}"
-    if word.lstrip("-").partition("=")[0] in hints:
-        hint = f"a setting is written --{word.lstrip('-')}"
-    elif Path(word).is_dir() and "checkpoint" in hints:
-        hint = f"a run's folder is given as --checkpoint={word}"
-    raise UserError(f"{word}: no such config file; {hint}")
+    known = f"settings are written --name=value; recipes: {', '.join(recipes)}"
+    raise UserError(f"{word}: no such config file; {known}")
 
 
 def _settings_of(path):
@@ -150,9 +145,9 @@ def _convert(cls, hints, name, value):
         # the shell leaves --key=~/x as it is
         value = re.sub("(^|[,:])~(?=/|$)", rf"\1{Path.home()}", value)
     for kind in kinds:
-        with contextlib.suppress(ValueError, KeyError, SyntaxError):
+        with contextlib.suppress(ValueError, KeyError, ArithmeticError):  # of Decimal
             return _read(kind, value)
-    raise _mistyped(name, value, hints[name])
+    raise UserError(f"{name}={value} is not {_in_words(hints[name])}")
 
 
 def _alternatives(hint):
@@ -179,29 +174,21 @@ def _read(kind, value):
 
 
 def _number(kind, value):
-    if isinstance(value, str):
-        value = ast.literal_eval(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    number = Decimal(str(value))
+    if not number.is_finite() or kind is int and number % 1:  # 1e6 is an int
         raise ValueError
-    if not math.isfinite(value) or kind is int and value % 1:  # 1e6 is an int
-        raise ValueError
-    return kind(value)
+    return kind(number)
 
 
-def typed(cls, values, names):
-    """`values`, of a JSON file, with `names` in the types of `cls`; UserError for other types."""
+def typed(cls, values):
+    """`values`, of a JSON file, in the types of `cls`; UserError for what has another type."""
     hints = typing.get_type_hints(cls)
-    found = dict(values)
-    for name in names:
-        found[name] = _convert(cls, hints, name, values[name])
-        if found[name] != values[name]:
-            raise _mistyped(name, values[name], hints[name])
-    return found
+    return {name: _convert(cls, hints, name, value) for name, value in values.items()}
 
 
-def _mistyped(name, value, hint):
+def _in_words(hint):
     words = [getattr(kind, "__name__", str(kind)) for kind in _alternatives(hint)]
-    return UserError(f"{name}={value} is not {' or '.join(words)}".replace("NoneType", "None"))
+    return "|".join(words).replace("NoneType", "None")
 
 
 # -- checks
@@ -253,20 +240,19 @@ def describe(cls, doc="", width=80):
     sections = {}
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         section = "Settings"
-        for line in inspect.cleandoc(inspect.getsource(base)).splitlines():
+        for line in inspect.getsource(base).splitlines():
             heading = re.match(r" {4}# (.+)", line)
-            field = re.match(r" {4}(\w+): ", line)
+            field = re.match(r" {4}(\w+): .*?  # (.+)", line)
             if heading:
                 section = heading[1]
             elif field and field[1] in left:
-                name = field[1]
-                comment = line.partition("  # ")[2]
+                name, comment = field.groups()
                 option = _option(name, getattr(cls, name), left.pop(name), comment, width)
                 sections.setdefault(section, []).append(option)
-    rows = [textwrap.fill(line, width) for line in inspect.cleandoc(doc).splitlines()]
+    rows = [doc.strip()]
     for section, options in sections.items():
-        rows += ["", textwrap.fill(f"{section}:", width), *options]
-    return "\n".join(rows).strip()
+        rows += ["", f"{section}:", *options]
+    return "\n".join(rows)
 
 
 def columns():
@@ -275,19 +261,16 @@ def columns():
 
 
 def _option(name, default, hint, comment, width):
-    """A setting with its default and comment, beside it or, in a narrow terminal, below."""
-    kind, *_ = _alternatives(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        comment = f"{'|'.join(map(str, typing.get_args(hint)))}: {comment}"
-    elif default is None and kind is not str:
-        comment = f"{kind.__name__}: {comment}"
-    if default == ():
-        default = "..."
-    elif re.search(r"\s", str(default)):
-        default = repr(default)
-    option = f"  --{name}={default}"
+    """A setting with its default, and beside it, or below, its values and its comment."""
+    values = _in_words(hint)
+    if "|" in values and values != "str|None":
+        comment = f"{values}: {comment}"
     column = 28 if width >= 60 else 4
-    rows = textwrap.wrap(comment, width - column, break_long_words=False, break_on_hyphens=False)
-    if len(option) < column and rows:
-        option = option.ljust(column) + rows.pop(0)
-    return "\n".join([option, *(" " * column + row for row in rows)])
+    return textwrap.fill(
+        comment,
+        width,
+        initial_indent=f"  --{name}={default}  ".ljust(column),
+        subsequent_indent=" " * column,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -252,7 +252,8 @@ class GPT(nn.Module):
         self.layers = list(zip(self.mixes, self.blocks))  # as `hidden` calls them
         self.norm = make_norm(cfg)
         self.head = Head(cfg)
-        self.tie()
+        if cfg.tie_embeddings:
+            self.head.weight = self.wte.weight
 
     def forward(self, idx, targets, positions=None, reduction="mean"):
         """A micro-batch -> the mean loss in nats, of how many targets, what to log.
@@ -286,10 +287,6 @@ class GPT(nn.Module):
     def logits(self, idx, at=slice(None), positions=None):
         """(B, T) ids -> (B, len(at), vocab_size) float32; at: a tensor or a slice of tokens."""
         return self.head.logits(self.hidden(idx, positions)[:, at])
-
-    def tie(self):
-        if self.cfg.tie_embeddings:
-            self.head.weight = self.wte.weight
 
     @torch.no_grad()
     def init_weights(self):

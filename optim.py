@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from scale.shards import all_gather_single, local, rows_of
-from system.errors import UserError, listed, warn
+from system.errors import UserError
 
 # (a, b, c) of five steps x -> a x + b x x^T x + c (x x^T)^2 x, which bring singular values to
 # between 0.85 and 1.15
@@ -51,20 +51,10 @@ def param_groups(model, cfg):
         "matrix": group(cfg.lr, decay, cfg.optimizer),
         "vector": group(cfg.lr, 0.0),
     }
-    unusual = []  # where Muon is chosen
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        kind = kind_of(model, name, p)
-        if muon and kind == "matrix" and min(p.shape[-2:]) == 1:
-            kind = "vector"
-        if muon and kind == "vector" and p.dim() > 1:
-            unusual.append(f"AdamW has {name} {tuple(p.shape)}, without decay")
-        if muon and kind == "matrix" and not name.startswith("blocks."):
-            unusual.append(f"Muon has {name}, outside of the blocks")
-        groups[kind]["params"].append(p)
-    if unusual:
-        warn(f"Muon is for the blocks' matrices; {listed(unusual)}: see param_groups in optim.py")
+        groups[kind_of(model, name, p)]["params"].append(p)
     return [group | {"kind": kind} for kind, group in groups.items() if group["params"]]
 
 
@@ -75,9 +65,10 @@ def kind_of(model, name, p):
         return "embedding"
     if p.dim() == 2 and name.startswith("head"):  # of a second head too
         return "head"
-    if p.dim() in (2, 3) and not isinstance(layer, torch.nn.modules.conv._ConvNd):
-        return "matrix"  # 3: a stack of matrices
-    return "vector"  # biases, norms, gates, convolutions
+    is_matrix = p.dim() in (2, 3) and min(p.shape[-2:]) > 1  # 3: a stack of matrices
+    if is_matrix and not isinstance(layer, torch.nn.modules.conv._ConvNd):
+        return "matrix"
+    return "vector"  # biases, norms, gates, single rows, convolutions
 
 
 def build(name, groups, model, cfg):
@@ -93,8 +84,8 @@ def build(name, groups, model, cfg):
 
         return AdamW8bit(groups, **options, seed=cfg.seed, compiled=cfg.compile)
     if name == "muon":
-        parts = {p: matrices_of(full_name, p, cfg) for full_name, p in model.named_parameters()}
-        return Muon(groups, parts, cfg.lr, cfg.momentum_warmup, cfg.compile)
+        counts = {p: matrices_of(full_name, p, cfg) for full_name, p in model.named_parameters()}
+        return Muon(groups, counts, cfg.lr, cfg.momentum_warmup, cfg.compile)
     if name != "adamw":
         what = f"param_groups names the optimizer {name!r}"
         raise UserError(f"optim.py: {what}, which `build` does not know")
@@ -105,7 +96,7 @@ def make_optimizer(model, cfg):
     """The optimizer of all groups of `param_groups`, Several where they name several.
 
     Each group gets `factor`, its peak rate over cfg.lr. Raises UserError where a parameter is in no
-    group or in two, and for max_skipped_steps with an optimizer that does not know found_inf.
+    group or in two.
     """
     by_name = grouped(param_groups(model, cfg), lambda group: group["optimizer"])
     each = [build(name, groups, model, cfg) for name, groups in by_name.items()]
@@ -119,12 +110,6 @@ def make_optimizer(model, cfg):
         group["factor"] = group["lr"] / (cfg.lr or 1)
         settings = {name: value for name, value in group.items() if name != "params"}
         group["made"] = deepcopy(settings)  # a checkpoint holds what steps change of it
-    for one in each:
-        # PyTorch's fused ones say it with an attribute of their own
-        skips = hasattr(one, "knows_found_inf") or hasattr(one, "_step_supports_amp_scaling")
-        if cfg.max_skipped_steps and not skips:
-            why = f"needs an optimizer that knows found_inf, unlike {type(one).__name__}"
-            raise UserError(f"max_skipped_steps={cfg.max_skipped_steps} {why}; leave it at 0")
     return optimizer
 
 
@@ -135,9 +120,7 @@ def unknown(optimizer):
 
 
 class Several:
-    """Optimizers with parameters of their own, as one for the loop and a GradScaler."""
-
-    found_inf = None  # as in torch.optim.AdamW
+    """Optimizers with parameters of their own, as one for the loop."""
 
     def __init__(self, optimizers):
         self.optimizers = optimizers
@@ -146,19 +129,13 @@ class Several:
     def param_groups(self):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    @property
-    def state(self):
-        """{parameter: state}, to read; what is written is lost."""
-        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
-
     def step(self):
         for optimizer in self.optimizers:
-            optimizer.found_inf = self.found_inf
             optimizer.step()
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self):
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
+            optimizer.zero_grad()
 
 
 def parts_of(optimizer):
@@ -166,19 +143,19 @@ def parts_of(optimizer):
     return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
 
 
-def clip_gradients(model, limit, factor=None):
+def clip_gradients(model, limit, factor):
     """Multiplies the gradients by factor, then limits their norm over all ranks.
 
-    factor: a scalar tensor, None: 1; limit: None: no further scaling. Returns the norm before
-    `limit`. torch's clip_grad_norm_ takes DTensors one by one: 20 ms of a step of 614 ms (Llama 3
-    8B, four H200s).
+    factor: a scalar tensor; limit: None: no further scaling. Returns the norm before `limit`.
+    torch's clip_grad_norm_ takes DTensors one by one: 20 ms of a step of 614 ms (Llama 3 8B, four
+    H200s).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local(grad) for grad in grads]
     square = norms(own).square().sum()
     if isinstance(grads[0], DTensor):
         dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))
-    factor = square.new_ones(()) if factor is None else factor.to(square)
+    factor = factor.to(square)
     norm = square.sqrt() * factor
     if limit is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1)
@@ -262,7 +239,7 @@ def set_learning_rate(optimizer, lr):
 
 
 def matrices_of(name, weight, cfg):
-    """[Matrix] of a weight: q, k and v, gate and up are each their own.
+    """[rows] of the matrices in a weight, from above: q, k and v, gate and up are each their own.
 
     Of a stack, (n, rows, columns), each of its n entries is one.
     """
@@ -274,42 +251,33 @@ def matrices_of(name, weight, cfg):
         counts = [heads * cfg.head_size for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads)]
     elif name.endswith("gate_up.weight"):
         counts = [rows // 2] * 2
-    if sum(counts) != rows:  # of an edit
-        counts = [rows]
-    firsts = itertools.accumulate(counts, initial=0)
-    return [Matrix(weight, first, count) for first, count in zip(firsts, counts)]
+    return counts if sum(counts) == rows else [rows]  # else it is an edit's
 
 
-@dataclass
+@dataclass(eq=False)
 class Matrix:
-    """Rows of a weight, from `first` on; a stack is its matrices one below the other.
-
-    Where the weight is sharded, a rank holds some of these rows, perhaps none.
-    """
+    """Rows of a weight; where it is sharded, a rank holds some of them, perhaps none, else all."""
 
     weight: torch.nn.Parameter
-    first: int
-    rows: int
+    shape: tuple[int, int]  # rows, columns
+    held: list[int]  # rows that each rank holds
+    here: int  # rows that this rank holds
 
-    @property
-    def shape(self):
-        return self.rows, self.weight.size(-1)
 
-    def rows_on(self, rank=None, of_shard=False):
-        """A slice of this matrix' rows: those that a rank of the shards holds; None: this rank.
-
-        of_shard: counted from the first row of the weight that the rank holds.
-        """
-        each = math.prod(self.weight.shape[1:-1])  # the rows of a stack's entry; else 1
-        above, below = (row * each for row in rows_of(self.weight, rank))
-        begin = max(self.first, above)
-        end = max(begin, min(self.first + self.rows, below))
-        zero = above if of_shard else self.first
-        return slice(begin - zero, end - zero)
-
-    def rows_in(self, tensor):
-        """A view of this matrix' rows in a tensor that holds this rank's rows of the weight."""
-        return tensor.flatten(0, -2)[self.rows_on(of_shard=True)]
+def divided(weight, counts):
+    """[Matrix] of a weight whose matrices have so many rows, one below the other."""
+    each = math.prod(weight.shape[1:-1])  # the rows of a stack's entry; else 1
+    rank, size, _ = ranks_of(weight)
+    found = []
+    end = 0
+    for rows in counts:
+        begin, end = end, end + rows
+        held = []
+        for r in range(size):
+            first, last = rows_of(weight, r)
+            held.append(len(range(max(begin, first * each), min(end, last * each))))
+        found.append(Matrix(weight, (rows, weight.size(-1)), held, held[rank]))
+    return found
 
 
 class Muon(torch.optim.Optimizer):
@@ -317,28 +285,25 @@ class Muon(torch.optim.Optimizer):
 
     A matrix moves by lr * sqrt(max(1, rows / columns)) along the orthogonal factor of its Nesterov
     momentum. Only elements that the update shrinks as well decay
-    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. parts: {parameter:
-    [Matrix] in it}. warmup: steps in which the momentum rises from 0.85 to 0.95. found_inf: as in
-    torch.optim.AdamW.
+    (https://arxiv.org/abs/2510.12402). One rank orthogonalises a matrix for all. counts:
+    {parameter: its `matrices_of`}. warmup: steps in which the momentum rises from 0.85 to 0.95.
     """
 
-    knows_found_inf = True
-
-    def __init__(self, groups, parts, lr, warmup=0, compiled=False):
+    def __init__(self, groups, counts, lr, warmup=0, compiled=False):
         super().__init__(groups, dict(lr=lr, weight_decay=0.0))
         self.warmup = warmup
-        self.found_inf = None
-        weights = [p for group in self.param_groups for p in group["params"]]
-        for p in weights:
+        self.matrices = {}  # {parameter: [Matrix]}
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
-        matrices = [matrix for p in weights for matrix in parts[p]]
-        _, ranks, _ = ranks_of(weights[0])
+            self.matrices[p] = divided(p, counts[p])
+        _, ranks, _ = ranks_of(p)
         self.batches = []  # of matrices of one shape up to transposition
+        matrices = itertools.chain(*self.matrices.values())
         for shape, same in grouped(matrices, lambda m: tuple(sorted(m.shape))).items():
             each = max(1, 2**27 // math.prod(shape))  # up to 2**27 numbers for each rank
             self.batches += in_lists(same, ranks * each)
         functions = [update_momentum, descend]
-        if compiled and weights[0].is_cuda:
+        if compiled and p.is_cuda:
             functions = [torch.compile(function, dynamic=False) for function in functions]
         self.update_momentum, self.descend = functions
 
@@ -355,26 +320,23 @@ class Muon(torch.optim.Optimizer):
         weights = [p for some, _ in lists for p in some]
         if not weights:
             return
-        skip, momentum = self.count(weights)
+        steps = [self.state[p]["step"] for p in weights]
+        torch._foreach_add_(steps, 1)
+        momentum = 0.85 + 0.1 * (steps[0] / max(1, self.warmup)).clamp(max=1)
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
         for some, _ in lists:
             moments = [local(self.state[p]["momentum"]) for p in some]
             grads = [local(p.grad) for p in some]
-            self.update_momentum(moments, grads, [updates[p] for p in some], momentum, skip)
+            self.update_momentum(moments, grads, [updates[p] for p in some], momentum)
+        rows = {}  # {Matrix: the rows of its update on this rank}
+        for p, update in updates.items():
+            own = update.flatten(0, -2).split([matrix.here for matrix in self.matrices[p]])
+            rows.update(zip(self.matrices[p], own))
         for batch in self.batches:  # with collective operations, in one order on all ranks
-            orthogonalize_updates([m for m in batch if m.weight in updates], updates)
+            orthogonalize_updates([matrix for matrix in batch if matrix in rows], rows)
         for some, rates in lists:
             self.descend([local(p) for p in some], [updates[p] for p in some], *rates)
-
-    def count(self, weights):
-        """Counts a step that is not skipped; (1 if it is skipped, else 0; momentum) as tensors."""
-        # a list: for one tensor of no dimensions the host would wait
-        steps = [self.state[p]["step"] for p in weights]
-        skip = steps[0] * 0 if self.found_inf is None else self.found_inf
-        torch._foreach_add_(steps, [(1 - skip).view(1)] * len(steps))
-        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
-        return skip, 0.85 + 0.1 * warm
 
 
 def grouped(items, key_of):
@@ -407,31 +369,31 @@ def ranks_of(weight):
     return dist.get_rank(group), dist.get_world_size(group), group
 
 
-def orthogonalize_updates(matrices, updates):
+def orthogonalize_updates(matrices, rows):
     """Replaces the updates of matrices, of one shape up to transposition, by scaled factors.
 
     All ranks call it with the same matrices and divide them: the owner of some gets their updates,
-    orthogonalises them in one stack, and gives the factors to the others. updates: {weight: the
-    update of its rows on this rank}.
+    orthogonalises them in one stack, and gives the factors to the others. rows: {Matrix: the rows
+    of its update on this rank}.
     """
     if not matrices:
         return
-    rank, size, group = ranks_of(matrices[0].weight)
+    weight = matrices[0].weight
+    rank, size, group = ranks_of(weight)
     each = math.ceil(len(matrices) / size)
     short, long = sorted(matrices[0].shape)
-    here = [matrix.rows_in(updates[matrix.weight]) for matrix in matrices]
+    here = [rows[matrix] for matrix in matrices]
     stack = here[0].new_zeros(each, short, long)  # some stay zeros where a rank owns fewer
     mine = slice(rank * each, (rank + 1) * each)
     owned = as_matrices(stack, matrices[mine])
 
-    if isinstance(matrices[0].weight, DTensor):  # this rank holds some rows of each matrix
+    if isinstance(weight, DTensor):  # this rank holds some rows of each matrix
         by_owner = [here[r * each : (r + 1) * each] for r in range(size)]
-        by_holder = []  # of what this rank owns, the rows of each rank
-        for r in range(size):
-            by_holder.append([x[m.rows_on(r)] for m, x in zip(matrices[mine], owned)])
-        exchange(by_owner, by_holder, stack, group)
+        parts = [x.split(matrix.held) for x, matrix in zip(owned, matrices[mine])]
+        by_holder = [[part[r] for part in parts] for r in range(size)]
+        exchange(by_owner, by_holder, group)
         orthogonalize_stack(stack, owned)
-        exchange(by_holder, by_owner, stack, group)
+        exchange(by_holder, by_owner, group)
         return
 
     copy(owned, here[mine])
@@ -465,29 +427,23 @@ def orthogonalize_stack(stack, entries):
             x *= (rows / columns) ** 0.5
 
 
-def exchange(sources, targets, like, group):
-    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it.
-
-    like: a tensor whose dtype and device are those of what is sent.
-    """
+def exchange(sources, targets, group):
+    """An all-to-all of lists of tensors: sources[r] go to rank r, targets[r] come from it."""
     leaving = list(itertools.chain(*sources))
     arriving = list(itertools.chain(*targets))
+    like = [*leaving, *arriving][0]
     # an empty tensor before them, since a rank may have nothing to send
     sent = torch.cat([like.new_empty(0), *(t.flatten() for t in leaving)])
-    received = like.new_empty(numbers_in(arriving))
-    dist.all_to_all_single(
-        received,
-        sent,
-        output_split_sizes=[numbers_in(tensors) for tensors in targets],
-        input_split_sizes=[numbers_in(tensors) for tensors in sources],
-        group=group,
-    )
+    counts = numbers_in(targets)
+    received = like.new_empty(sum(counts))
+    dist.all_to_all_single(received, sent, counts, numbers_in(sources), group=group)
     parts = received.split([t.numel() for t in arriving])
     copy(arriving, [part.view(t.shape) for t, part in zip(arriving, parts)])
 
 
-def numbers_in(tensors):
-    return sum(t.numel() for t in tensors)
+def numbers_in(lists):
+    """How many numbers the tensors of each list have in all."""
+    return [sum(t.numel() for t in tensors) for tensors in lists]
 
 
 def orthogonalize(x):
@@ -501,11 +457,11 @@ def orthogonalize(x):
     return x
 
 
-def update_momentum(moments, grads, updates, momentum, skip):
-    """m = momentum m + (1 - momentum) g, u the same of the new m; skip: m stays, u is 0."""
+def update_momentum(moments, grads, updates, momentum):
+    """m = momentum m + (1 - momentum) g, u the same of the new m."""
     for m, g, u in zip(moments, grads, updates):
-        m.copy_(torch.where(skip > 0, m, torch.lerp(g, m, momentum)))
-        u.copy_(torch.where(skip > 0, 0, torch.lerp(g, m, momentum)))
+        m.copy_(torch.lerp(g, m, momentum))
+        u.copy_(torch.lerp(g, m, momentum))
 
 
 def descend(weights, updates, rate, decay):

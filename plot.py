@@ -7,9 +7,10 @@
     python plot.py out/gate_* --against out/base_*      # means over seeds
 
 Shows the loss and, of several runs of about one length, its end once more,
-larger. Below are small panels, as far as a run has them: HellaSwag, learning rate, gradient norm,
-tokens per second, figures of your own that the model's forward returns
-(extras), and evaluations of your own. A step that is NaN is a gap.
+larger. Below are small panels, as far as a run has them: HellaSwag, learning
+rate, gradient norm, tokens per second, figures of your own that the model's
+forward returns (extras), and evaluations of your own. A step that is NaN is a
+gap.
 
 With --against it prints a table too: the runs of a side differ in seeds alone,
 and each side has its mean loss ± the standard deviation; then the difference
@@ -37,9 +38,8 @@ UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 # part of a run whose losses may lie above the panel: their fall would press the rest flat
 BEGINNING = 0.1
 END = 0.6  # part of the axis from which on the second panel shows the end of several runs
-JOINED = 4  # marks from which on a line joins them
 # kinds of lines that are not evaluations of your own
-OURS = "start train val hellaswag sample saved done stopped skipped spike".split()
+OURS = "start train val hellaswag sample saved done stopped spike".split()
 # Blue, orange, green, pink, ochre and sky, which follow Okabe and Ito's: the colour-blind can tell
 # them apart.
 LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b8528c", "#b07d00", "#3a9bd6"]
@@ -98,15 +98,23 @@ def main(cfg):
 def style(dark=False):
     """matplotlib's settings of the light theme, or the dark one."""
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c36") if dark else ("#fff", "#1f2328", "#e5e7eb")
-    found = dict.fromkeys(["axes.spines.top", "axes.spines.right", "text.parse_math"], False)
-    found |= dict.fromkeys(["figure.facecolor", "axes.facecolor"], paper)
-    inks = ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"]
-    found |= dict.fromkeys(inks, ink)
-    found |= {"axes.grid": True, "axes.axisbelow": True, "grid.color": grid}
-    return found | {
+    return {
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "grid.color": grid,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
         "axes.xmargin": 0.015,
         "axes.titlesize": "medium",
         "axes.formatter.useoffset": False,
+        "text.parse_math": False,
     }
 
 
@@ -167,8 +175,6 @@ def draw_panel(axes, runs, x, panel, begin=0):
             if kind != "train":
                 look |= dict(marker="o", markersize=5, linewidth=1.8, zorder=2.5)
                 look["markeredgecolor"] = axes.get_facecolor()
-                if len(values) < JOINED:
-                    look["linestyle"] = ""
             elif panel is RATE:
                 values = values / np.nanmax(values)
             else:
@@ -196,11 +202,12 @@ def draw_panel(axes, runs, x, panel, begin=0):
 def label_ends(axes, runs, x, y):
     """Each run's last loss and name right of the panel, and a line to the end of its curve."""
     low, high = axes.get_ylim()
-    ends = [run.end(y) for run in runs]
-    heights = np.clip([(end.value - low) / (high - low) for end in ends], 0, 1)
-    size = min(10, 200 / max(1, len(runs)))  # in points; a panel is some 240 high
-    places = spread(np.clip(heights, 0.03, 1), 1.35 * size / 240)
-    for run, end, height, place in zip(runs, ends, heights, places):
+    size = min(10, 200 / len(runs))  # in points; a panel is some 240 high
+    place = -1.0
+    for run in sorted(runs, key=lambda run: run.end(y).value):
+        end = run.end(y)
+        height = np.clip((end.value - low) / (high - low), 0, 1)
+        place = max(height, 0.03, place + 1.35 * size / 240)
         words = f"{end.value:.3f}"
         if run.diverged:
             words = "NaN"
@@ -220,15 +227,6 @@ def label_ends(axes, runs, x, y):
         )
 
 
-def spread(places, gap):
-    """The places, moved up where they are not `gap` above the one below."""
-    order = np.argsort(places)
-    steps = gap * np.arange(len(places))
-    found = np.empty(len(places))
-    found[order] = np.maximum.accumulate(places[order] - steps) + steps
-    return found
-
-
 def number(value):
     """Whether a value of a log is a finite number."""
     return type(value) in (int, float) and abs(value) < 1e300
@@ -239,9 +237,8 @@ def choose_panels(runs):
     own = {}  # evaluations and extras
     for run in runs:
         for kind, lines in run.lines.items():
-            for key in sorted(
-                {key for line in lines.values() for key in line if number(line[key])}
-            ):
+            keys = {key for line in lines.values() for key in line if number(line[key])}
+            for key in sorted(keys):
                 if key.startswith("extras."):
                     own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))
                 elif kind not in OURS and key not in ("step", "seconds"):

@@ -15,13 +15,6 @@ from system.errors import refuse, this_rank
 Precision = Literal["auto", "auto8", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
-# of a model: what must be at least 1, and what over 0
-SIZES = (
-    "vocab_size vocab_multiple block_size n_layer n_head n_kv_head head_dim n_embd n_hidden"
-).split()
-OVER_0 = "norm_eps rope_theta rope_factor rope_original".split()
-
-
 @dataclass
 class GPTConfig:
     # Model: size
@@ -129,10 +122,10 @@ class GPTConfig:
 
     def problems(self):
         """Why a model of this shape cannot be built, one line each; empty if it can."""
-        at_least = {"value_embeddings": 0, "embedding_mix": 0, "dropout": 0}
-        found = too_small(self, dict.fromkeys(SIZES, 1) | at_least)
-        found += outside(self, "over", dict.fromkeys(OVER_0, 0))
-        found += outside(self, "below", {"dropout": 1})
+        found = []
+        for rule, bound, names in RANGES:
+            own = [name for name in names.split() if hasattr(self, name)]
+            found += outside(self, rule, dict.fromkeys(own, bound))
         if found:
             return found
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -194,12 +187,12 @@ class Config(GPTConfig):
     beta2: float = 0.95  # AdamW
     clip: float | None = 1.0  # largest gradient norm, over all ranks; None: off
     max_skipped_steps: int = 0  # steps in a row that may be skipped for inf or NaN
-    # Evaluation, at an interval of steps, first (but for samples) and at the end; 0: never
+    # Evaluation at an interval of steps, before the first and at the end; 0: never
     eval_interval: int = 250  # validation loss
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
     hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
-    sample_interval: int = 0  # print samples, which log.jsonl has too
+    sample_interval: int = 0  # print samples, not before the first step; log.jsonl has them too
     sample_prompt: str = "Hello, I'm a language model,"  # text that they continue
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never
@@ -277,16 +270,43 @@ class TrainedConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each rank holds: ddp: all; fsdp: a part
 
 
+# (rule, bound, settings that must keep it); None passes
+RANGES = [
+    (
+        "at least",
+        1,
+        "vocab_size vocab_multiple block_size n_layer n_head n_kv_head head_dim n_embd n_hidden "
+        "batch_size batch_tokens max_steps max_tokens keep_last log_interval timeout_s "
+        "shard_size context_parallel remat_every remat_tile",
+    ),
+    (
+        "at least",
+        0,
+        "value_embeddings embedding_mix dropout seed shuffle_seed lr lr_embedding lr_head "
+        "min_lr_ratio cooldown_fraction weight_decay beta1 beta2 warmup_steps momentum_warmup "
+        "max_skipped_steps "
+        "eval_interval hellaswag_interval sample_interval save_interval",
+    ),
+    ("over", 0, "norm_eps rope_theta rope_factor rope_original max_seconds clip"),
+    ("below", 1, "dropout beta1 beta2"),
+]
+
+
 def check(cfg, ranks=None):
     """Raises one UserError that lists every setting out of range or in conflict.
 
     ranks: None: torchrun's.
     """
     ranks = ranks or this_rank().size
-    in_conflict = conflicts(cfg, ranks)
-    if cfg.batch_size == "auto":  # run.build.choose, which chooses, knows the device
-        cfg = replace(cfg, batch_size=1)
-    refuse(cfg.problems() + out_of_range(cfg) + in_conflict)
+    found = conflicts(cfg, ranks)
+    # run.build.choose, which chooses, knows the device
+    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
+    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    found += too_small(cfg, {"eval_tokens": cfg.block_size})
+    if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
+        form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
+        found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
+    refuse(found + cfg.problems())
     refuse(shape_conflicts(cfg, ranks))
 
 
@@ -300,73 +320,52 @@ TOLD_AT_RESUME = (
     "momentum_warmup max_skipped_steps precision reduce_dtype overfit eval_tokens"
 )
 
-AT_LEAST_1 = (
-    "batch_size batch_tokens max_steps max_tokens keep_last log_interval "
-    "remat_every remat_tile shard_size timeout_s context_parallel"
-).split()
-AT_LEAST_0 = (
-    "lr lr_embedding lr_head min_lr_ratio cooldown_fraction weight_decay beta1 beta2 seed "
-    "warmup_steps momentum_warmup max_skipped_steps eval_interval hellaswag_interval "
-    "sample_interval save_interval shuffle_seed"
-).split()
-
-
-def out_of_range(cfg):
-    """Settings of a run that are out of range by themselves, one line each."""
-    found = outside(cfg, "over", {"max_seconds": 0, "clip": 0})
-    found += outside(cfg, "below", {"beta1": 1, "beta2": 1})
-    least = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
-    found += too_small(cfg, least | {"eval_tokens": cfg.block_size})
-    if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
-        form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
-        found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
-    return found
-
-
-# a setting's values, another one's, why they do not go together, what to try
+# a setting's values, another one's, why they do not go together and what to try
 CONFLICTS = [
-    ("precision=fp16", "parallel!=ddp", "which has no loss scaler", "--precision=bf16"),
-    ("precision=fp16", "optimizer!=adamw", "which has no loss scaler", "--precision=bf16"),
-    ("shard_size!=None", "parallel!=hsdp", "which has no groups of ranks", "--parallel=hsdp"),
+    ("precision=fp16", "parallel!=ddp", "which has no loss scaler; try --precision=bf16"),
+    ("precision=fp16", "optimizer!=adamw", "which has no loss scaler; try --precision=bf16"),
+    ("shard_size!=None", "parallel!=hsdp", "which has no groups of ranks; try --parallel=hsdp"),
     (
         "weights=bf16",
         "optimizer!=adamw8bit",
-        "which loses small updates",
-        "--optimizer=adamw8bit",
+        "which loses small updates; try --optimizer=adamw8bit",
     ),
-    ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits", "--precision=bf16"),
-    ("offload_states=True", "parallel=ddp hsdp", "which keeps copies", "--parallel=fsdp"),
-    ("offload_states=True", "optimizer!=adamw", "which needs the GPU", "--optimizer=adamw"),
-    ("deterministic=True", "attention=cudnn", "which adds in no fixed order", "--attention=flash"),
-    ("overwrite=True", "resume!=none", "which goes on with what it removes", "one of them"),
-    ("max_seconds!=None", "max_tokens!=None", "which ends the run too", "one of them"),
-    ("max_seconds!=None", "weight_decay=None", "which counts the steps", "--weight_decay=0.1"),
-    ("cuda_graph=True", "parallel!=ddp", "whose collectives it cannot hold", "--parallel=ddp"),
-    ("cuda_graph=True", "remat!=none", "which reads the random state", "--remat=none"),
+    ("weights=bf16", "precision=fp32 tf32 fp16", "which needs more bits; try --precision=bf16"),
+    ("offload_states=True", "parallel=ddp", "which does not shard the model; try --parallel=fsdp"),
+    ("offload_states=True", "optimizer!=adamw", "which needs the GPU; try --optimizer=adamw"),
     (
-        "cuda_graph=True",
-        "context_parallel!=1",
-        "whose collectives it cannot hold",
-        "one of them",
+        "deterministic=True",
+        "attention=cudnn",
+        "which adds in no fixed order; try --attention=flash",
     ),
-    ("cuda_graph=True", "document_mask=True", "which waits for the GPU", "one of them"),
-    ("remat_every!=1 1.0", "remat=none", "which computes nothing again", "--remat=selective"),
-    ("remat_tile!=None", "remat=none", "which tiles nothing", "--remat=selective"),
-    ("remat_offload=True", "remat=none selective", "which keeps too much to move", "--remat=block"),
-    ("dropout!=0 0.0", "remat=attention", "which would draw other numbers", "--remat=block"),
-    ("dropout!=0 0.0", "document_mask=True", "whose attention has none", "--dropout=0"),
-    ("attention!=auto", "document_mask=True", "which brings its own", "--attention=auto"),
-    ("remat=attention", "document_mask=True", "whose parts of a row it mixes", "--remat=block"),
+    ("overwrite=True", "resume!=none", "which goes on with what it removes; try one of them"),
+    ("max_seconds!=None", "max_tokens!=None", "which ends the run too; try one of them"),
+    ("max_seconds!=None", "weight_decay=None", "which counts the steps; try --weight_decay=0.1"),
+    ("cuda_graph=True", "parallel!=ddp", "whose collectives it cannot hold; try --parallel=ddp"),
+    ("cuda_graph=True", "remat!=none", "which reads the random state; try --remat=none"),
+    ("cuda_graph=True", "context_parallel!=1", "whose collectives it cannot hold; try one of them"),
+    ("cuda_graph=True", "document_mask=True", "which waits for the GPU; try one of them"),
+    ("remat_every!=1 1.0", "remat=none", "which computes nothing again; try --remat=selective"),
+    ("remat_tile!=None", "remat=none", "which tiles nothing; try --remat=selective"),
+    (
+        "remat_offload=True",
+        "remat=none selective",
+        "which keeps too much to move; try --remat=block",
+    ),
+    ("dropout!=0 0.0", "remat=attention", "which would draw other numbers; try --remat=block"),
+    ("dropout!=0 0.0", "document_mask=True", "whose attention has none; try --dropout=0"),
+    ("attention!=auto", "document_mask=True", "which brings its own; try --attention=auto"),
+    ("remat=attention", "document_mask=True", "whose parts of a row it mixes; try --remat=block"),
 ]
 
 
 def conflicts(cfg, ranks):
     """Settings that cannot be combined, one line each."""
     found = []
-    for first, second, why, advice in CONFLICTS:
+    for first, second, why in CONFLICTS:
         pair = [given(cfg, first), given(cfg, second)]
         if all(pair):
-            found.append(f"{' does not go with '.join(pair)}, {why}; try {advice}")
+            found.append(f"{' does not go with '.join(pair)}, {why}")
     for name in ("shard_size", "context_parallel"):
         value = getattr(cfg, name)
         if value and ranks % value:
@@ -394,10 +393,7 @@ def shape_conflicts(cfg, ranks):
     They are checked when all else is right.
     """
     N = cfg.context_parallel
-    D = cfg.head_size
     found = []
-    if cfg.document_mask and (D % 8 or D > 256):
-        found.append(f"document_mask=True needs head_dim={D} to be a multiple of 8, at most 256")
     for name in ("block_size", "n_head"):
         value = getattr(cfg, name)
         if value % N:

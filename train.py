@@ -129,18 +129,17 @@ class Training:
         return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
 
     def update(self, totals, norm):
-        """A step of the optimizer; with max_skipped_steps none if loss or norm is not finite."""
+        """A step of the optimizer; none where loss or norm is not finite and may be skipped."""
         state = self.state
-        # fp16's scaler skips by itself
-        if self.cfg.max_skipped_steps and self.cfg.precision != "fp16":
-            # the optimizer leaves weights and states as they are, which no host needs to know
-            state.optimizer.found_inf = parallel.not_finite(totals[0], norm)
-            spoilt = state.optimizer.found_inf.to(totals[0].device) > 0
+        # fp16's scaler leaves such a step out by itself; here the host waits for the device
+        may_skip = self.cfg.max_skipped_steps and self.cfg.precision != "fp16"
+        if may_skip and not parallel.all_finite([totals[0], norm], self.world.device):
             for amax in magnitudes(state.model):  # fp8's
-                amax.masked_fill_(spoilt, 0)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
+                amax.zero_()
+        else:
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        state.optimizer.zero_grad()
         state.step += 1
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,34 +25,27 @@ class End:
 
 
 class Run:
-    """A run by its log.
+    """A run by its log; `name`, `color` and `dash` (matplotlib's) are for who draws it.
 
-    lines: see `read`; the key of an extra is "extras.NAME".
+    lines: see `read`.
     start: the line of the last start.
-    seed: the settings seed and shuffle_seed, as texts; its folder where the log has no settings.
+    seed: the settings seed and shuffle_seed, as text; its folder where the log has none.
     diverged: whether its last loss is NaN.
     """
 
-    color = "C0"  # matplotlib's
-    dash = "-"
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-        self.name = ""
+    def __init__(self, folder, name=""):
+        self.folder = folder
+        self.name = name
         self.lines = read(folder)
-        for lines in self.lines.values():
-            for line in lines.values():
-                for name, value in line.get("extras", {}).items():
-                    line[f"extras.{name}"] = value
         starts = self.lines.get("start", {0: {}})
         self.start = starts[max(starts)]
-        words = shlex.split(dict(self.start.get("rows", [])).get("settings", ""))
-        self.seed = [word for word in words if "seed=" in word] if words else [self.folder]
+        settings = dict(self.start.get("rows", [])).get("settings", f"seed={folder}")
+        self.seed = " ".join(word for word in settings.split() if "seed=" in word)
         losses = [self.series(kind, "loss")[1] for kind in ("train", "val")]
         self.diverged = any(np.isnan(values[-1:]).any() for values in losses)
 
     def series(self, kind, key):
-        """(steps, values) of a figure, float arrays; NaN where it was not finite.
+        """(steps, values) of a figure, float arrays; NaN where the log has null.
 
         The validation before the first step is left out of a log with training: it is far above the
         rest.
@@ -63,7 +55,6 @@ class Run:
         if kind == "val" and "train" in self.lines and 0 in steps:
             steps.remove(0)
         values = np.array([lines[step][key] for step in steps], dtype=float)  # null is NaN
-        values[np.isinf(values)] = np.nan
         return np.array(steps, dtype=float), values
 
     def place(self, steps, x):
@@ -103,7 +94,8 @@ class Run:
 def read(folder):
     """{kind: {step: line}} of a log; the last line of a step counts, a torn last line does not.
 
-    A run that was resumed at a step takes those behind it anew, so earlier lines of them go.
+    A run that was resumed at a step takes those behind it anew, so earlier lines of them go. An
+    extra is "extras.NAME" in a line.
     """
     path = Path(folder)
     if path.is_dir():
@@ -114,6 +106,8 @@ def read(folder):
         for text in texts:
             line = json.loads(text)
             kind, step = line["kind"], line["step"]
+            for name, value in line.get("extras", {}).items():
+                line[f"extras.{name}"] = value
             if kind == "start":
                 for name, lines in found.items():
                     found[name] = {at: kept for at, kept in lines.items() if at <= step}
@@ -140,17 +134,14 @@ def load(folders, names=None):
 
     These are whole paths where two would be the same.
     """
-    runs = [Run(folder) for folder in folders]
     found = [Path(folder).resolve().name.removesuffix(".jsonl") for folder in folders]
     if len(set(found)) < len(found):
         found = folders
     if names is not None:
         found = names.split(",")
-    if len(found) != len(runs):
-        raise UserError(f"names={names} has {len(found)} names, but there are {len(runs)} runs")
-    for run, name in zip(runs, found):
-        run.name = str(name).strip()
-    return runs
+    if len(found) != len(folders):
+        raise UserError(f"names={names} has {len(found)} names for {len(folders)} runs")
+    return [Run(folder, name.strip()) for folder, name in zip(folders, found)]
 
 
 # -- two sides, each of runs that differ in their seeds alone
@@ -193,7 +184,7 @@ class Side:
         self.seeds = [run.seed for run in self.runs]
         names = [run.name for run in runs]
         self.name = os.path.commonprefix(names).rstrip("_-. /") or listed(names)
-        if len(set(map(tuple, self.seeds))) < len(runs):
+        if len(set(self.seeds)) < len(runs):
             raise UserError(f"{listed(names)}: two have the same seed, which counts once")
         found = []
         for run in self.runs:

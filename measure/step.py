@@ -1,18 +1,15 @@
-"""A training step timed as in train.py, on random tokens, and its GPU time by kind of kernel."""
+"""A training step timed as in train.py, on random tokens, and its GPU time by kernel."""
 
+import collections
 import contextlib
 import itertools
-import re
 import statistics
-import time
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-import kernels
 import optim
 import train
 from configurator import too_small
@@ -24,18 +21,8 @@ from system.errors import is_rank_0, refuse
 
 # ends documents with document_mask: one in 7,800 tokens of `synthetic` in GPT-2's vocabulary
 SEPARATOR = 718
-BEGAN = time.perf_counter()  # about when the process did
 PROFILED = 2  # steps that are profiled
-NCCL = "communication, exposed"
-KINDS = {  # a kernel is of the first kind whose pattern its name contains
-    NCCL: "nccl",
-    "attention": "sdpa|flash|fmha|cudnn::fusion|pytorch_flash",
-    # on Hopper the loss is computed in the epilogue of the head's GEMM
-    "GEMMs": "nvjet|gemm|cutlass|xmma|splitk|hopper_",
-    "loss": "cross_entropy|exponential_rows|target_logits|log_softmax|nll_loss",
-    "optimizer": "multi_tensor_apply|fusedadam|lpnorm",
-    "elementwise": "",
-}
+SHOWN = 25  # kernels that take most time
 
 
 def measure(cfg):
@@ -82,10 +69,7 @@ def take_steps(cfg, world):
     next_batch = synthetic(cfg, world)
     size = f"{job.accumulation} micro-steps of {cfg.rank_tokens:,} tokens a rank"
     show([*rows, *job.analysis.rows(), *job.rows, ("a step", size)], say)
-    step(job, next_batch, cfg)
-    ended = parallel.synchronize(world.device)
-    show([("first step", f"ends {ended - BEGAN:.1f} s after the start")], say)
-    for _ in range(cfg.settle):
+    for _ in range(1 + cfg.settle):  # the first compiles
         step(job, next_batch, cfg)
     if times := step_times(job, next_batch, cfg):
         show([("step", speed(times, cfg, world, job.analysis))], say)
@@ -94,9 +78,11 @@ def take_steps(cfg, world):
         held = torch.cuda.max_memory_reserved() / 2**30
         show([("memory", f"{peak:.1f} GiB at the peak, {held:.1f} reserved")], say)
     if cfg.trace or cfg.breakdown and on_gpu:
-        events = profiled(job, next_batch, cfg, world)
+        kernels = profiled(job, next_batch, cfg, world)
     if cfg.breakdown and on_gpu:
-        breakdown(events, floor_times(cfg, world.device, job.accumulation))
+        say(f"\n{kernels.total():9.2f} ms  all kernels of a step; the rest of it the GPU waits")
+        for name, ms in kernels.most_common(SHOWN):
+            say(f"{ms:9.2f} ms  {name[:66]}")
 
 
 def build(cfg, world):
@@ -120,10 +106,8 @@ def synthetic(cfg, world):
     draws = torch.rand(shape, dtype=torch.float64, generator=generator)
     # the powers fall between n and n + 1 with odds log(1 + 1/n)
     tokens = ((cfg.vocab_size + 1) ** draws).long() - 1
-    batches = []
-    for batch in tokens.to(world.device):
-        x, y = batch[:, :-1], batch[:, 1:]
-        batches.append((x.contiguous(), y.contiguous()))
+    tokens = tokens.to(world.device)
+    batches = zip(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
     return itertools.cycle(batches).__next__
 
 
@@ -150,70 +134,8 @@ def speed(times, cfg, world, analysis):
     return f"{median * 1e3:.1f} ms, {spread}; {rate:,.0f} tokens/s, MFU {used}"
 
 
-def breakdown(events, floor):
-    """Prints a step's GPU time by kind of kernel, and the floor; see `profiled`, `floor_times`."""
-    say(f"\n{'ms a step':<28}{'measured':>10}{'bf16 floor':>12}")
-    for kind, ms in times_by_kind(events).items():
-        alone = f"{floor[kind]:>12.1f}" if kind in floor else ""
-        say(f"{kind:<28}{ms:>10.1f}{alone}")
-
-
-def floor_times(cfg, device, micro_steps):
-    """{"GEMMs", "attention", "all": ms of a step in bf16}, with each kernel timed alone.
-
-    Forward and backward both count.
-    """
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    qkv = []
-    for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads):
-        own = max(1, heads // cfg.context_parallel)
-        qkv.append(torch.randn(cfg.batch_size, own, cfg.block_size, cfg.head_size, **options))
-    forward = partial(kernels.attention, *qkv, cfg.attention)
-    y = forward()
-    backward = partial(torch.autograd.grad, y, qkv, torch.randn_like(y), retain_graph=True)
-    attention = cfg.n_layer * (clock(forward) + clock(backward))
-    gemms = linear_time(cfg.rank_tokens, cfg.n_embd, cfg.padded_vocab, device)  # the head's
-    for M, K in cfg.block_matmuls:
-        gemms += cfg.n_layer * linear_time(cfg.rank_tokens, K, M, device)
-    times = {"GEMMs": gemms, "attention": attention, "all": gemms + attention}
-    return {kind: micro_steps * ms for kind, ms in times.items()}
-
-
-def linear_time(N, K, M, device):
-    """ms of a linear layer's three GEMMs, forward and backward, with x: (N, K) and W: (M, K)."""
-    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x, w, dy = random(N, K), random(M, K), random(N, M)
-    pairs = [(x, w.t()), (dy, w), (dy.t(), x)]  # y, dx and dW
-    return sum(clock(partial(torch.mm, *pair)) for pair in pairs)
-
-
-def clock(work):
-    """Median ms of work() on the GPU; clearing the L2 cache before it hides its launches."""
-    from triton.testing import do_bench
-
-    return do_bench(work, return_mode="median")
-
-
-def times_by_kind(events):
-    """{kind: ms a step}; idle: without any kernel, all: from the first one to the last.
-
-    events: [(name, begin, end) in ms] of PROFILED steps. Of NCCL's kernels the time counts in which
-    no other kernel runs.
-    """
-    of_kind = {kind: [] for kind in KINDS}
-    for event in events:
-        kind = next(kind for kind in KINDS if re.search(KINDS[kind], event[0], re.IGNORECASE))
-        of_kind[kind].append(event)
-    busy = union(events)
-    others = union(event for event in events if event not in of_kind[NCCL])
-    wall = max(end for _, _, end in events) - min(begin for _, begin, _ in events)
-    total = {kind: sum(end - begin for _, begin, end in found) for kind, found in of_kind.items()}
-    total |= {NCCL: busy - others, "idle": wall - busy, "all": wall}
-    return {kind: ms / PROFILED for kind, ms in total.items()}
-
-
 def profiled(job, next_batch, cfg, world):
-    """[(name, begin, end) in ms] of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
+    """{name: ms a step} of a GPU's kernels or a CPU's operators; rank 0 writes a trace."""
     kind = "CUDA" if world.device.type == "cuda" else "CPU"
     parallel.synchronize(world.device)
     # without acc_events, torch 2.11 warns
@@ -224,14 +146,8 @@ def profiled(job, next_batch, cfg, world):
     if cfg.trace and world.main:
         prof.export_chrome_trace(cfg.trace)
     own = getattr(torch.autograd.DeviceType, kind)
-    spans = [(e.name, e.time_range) for e in prof.events() if e.device_type == own]
-    return [(name, span.start / 1e3, span.end / 1e3) for name, span in spans]
-
-
-def union(events):
-    """ms in which at least one of the events was running."""
-    covered, reached = 0.0, float("-inf")
-    for _, begin, end in sorted(events, key=lambda e: e[1]):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
+    found = collections.Counter()
+    for event in prof.events():
+        if event.device_type == own:
+            found[event.name] += event.time_range.elapsed_us() / 1e3 / PROFILED
+    return found

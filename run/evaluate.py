@@ -16,7 +16,7 @@ from system.errors import UserError, is_rank_0
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
-TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
+TAKEN = {"train", "start", "saved", "spike", "done", "stopped"}
 
 
 @torch.no_grad()

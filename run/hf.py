@@ -198,7 +198,7 @@ def read_config(folder):
     settings |= {name: hf[key] for key, name in family.keys.items() if key in hf}
     if hf["rope_type"] == "llama3":
         settings |= {name: hf[key] for key, name in SCALING.items()}
-    cfg = ImportedConfig(**typed(ImportedConfig, settings, settings.keys()))
+    cfg = ImportedConfig(**typed(ImportedConfig, settings))
     refuse(cfg.problems())
     if any(path.with_name(name).is_file() for name in ("tokenizer.json", *VOCABULARIES)):
         cfg.tokenizer = str(path.parent)

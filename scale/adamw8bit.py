@@ -40,14 +40,11 @@ class AdamW8bit(torch.optim.Optimizer):
     compiled: on CUDA one kernel updates a tensor; it moves 10 bytes a bfloat16 weight.
     """
 
-    knows_found_inf = True
-
     def __init__(
         self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, compiled=False
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.seed = seed
-        self.found_inf = None
         self.numbers = {}  # of each parameter, for its random numbers
         for group in self.param_groups:
             for p in group["params"]:
@@ -61,8 +58,6 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        if self.found_inf:  # as in torch.optim.AdamW, but the host waits for it
-            return
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

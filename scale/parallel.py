@@ -205,11 +205,6 @@ def max_over_ranks(number, device):
     return largest.item()
 
 
-def not_finite(loss, norm):
-    """A tensor: 1.0 if the loss or the gradients' norm of any rank is not finite, else 0.0."""
-    return sum_over_ranks((~torch.isfinite(loss.to(norm) + norm)).float()).clamp(max=1)
-
-
 def broadcast(tensors):
     """Gives all ranks rank 0's values."""
     for tensor in tensors:
@@ -224,8 +219,8 @@ def all_finite(tensors, device):
         # no 8-bit codes; of a short tensor a rank may have no rows
         if own.is_floating_point() and own.dtype.itemsize > 1 and own.numel():
             tops.append(torch.linalg.vector_norm(own, float("inf")).to(tops[0]))
-    top = torch.stack(tops).max()
-    return not not_finite(top, top).item()
+    spoilt = ~torch.isfinite(torch.stack(tops).max())
+    return sum_over_ranks(spoilt.float()).item() == 0
 
 
 def rank_and_size():

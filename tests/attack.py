@@ -53,7 +53,7 @@ lr=0.5 lr=1e-4 seed=2 seed=7 shuffle_seed=2 shuffle_seed=None batch_size=1 batch
 max_steps=20 save_interval=0 save_interval=1 save_interval=5 eval_interval=0 eval_interval=1
 eval_interval=4 dropout=0.0 dropout=0.2 beta2=0.9 clip=None resume=none dry_run=True overfit=True
 parallel=fsdp n_layer=1 remat=block async_save=True keep_last=1 hellaswag_interval=2
-max_skipped_steps=3 weight_decay=0.3
+weight_decay=0.3
 """.split()
 
 

@@ -72,7 +72,7 @@ def test_file_imports_computes_and_is_overridden(tmp_path):
     ("--lr", "--lr=VALUE"),
     ("no/such.py", "no/such.py"),
     ("config/gpt2_124", "gpt2_124m"),
-    ("lr=1", "--lr=1"),
+    ("lr=1", "--name=value"),
 ])  # fmt: skip
 def test_bad_words(word, message):
     with pytest.raises(UserError) as error:

@@ -243,7 +243,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name, family):
     (gpt2, dict(n_head=5), "n_head=5"),
     (gpt2, dict(n_layer=3), "transformer.h.2"),
     (gpt2, dict(n_layer=1), "transformer.h.1"),
-    (gpt2, dict(n_embd="48"), "n_embd=48"),
     (gpt2, dict(tie_word_embeddings=False), "lm_head.weight"),
     (llama, dict(head_dim=32), "proj.weight: (64, 64)"),
     (llama, dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), "rope_type=yarn"),

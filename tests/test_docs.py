@@ -75,7 +75,7 @@ def test_an_optimizer_of_ones_own(tmp_path, data_dir):
     chosen = block("    if name ==").strip()
     replaced(code / "optim.py", place, f"{chosen}\n    {place}")
     replaced(code / "settings.py", '"adamw8bit", "muon"]', '"adamw8bit", "muon", "lion"]')
-    words = flags(data_dir, tmp_path / "run", optimizer="lion", lr=3e-4, max_skipped_steps=2)
+    words = flags(data_dir, tmp_path / "run", optimizer="lion", lr=3e-4)
     run(code, words, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/step_00000012")
     _, found = run(code, [*words, "--resume=auto"], tmp_path / "run")

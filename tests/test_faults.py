@@ -189,7 +189,7 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("time", [0, *map(repeated, range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
-    settings = dict(lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
+    settings = dict(lr=1e30, warmup_steps=0, save_interval=0)
     # then they are killed
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
     found = done.codes, done.stderr

@@ -50,7 +50,7 @@ def test_a_token_out_of_range_on_another_rank_of_nccl_is_named(tmp_path):
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("run", [*range(5), *map(repeated, range(5, 20))])
 def test_an_error_after_ddp_ends_every_rank_of_nccl(data_dir, tmp_path, run):
-    settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, max_skipped_steps=0, save_interval=0)
+    settings = dict(ON_GPUS, lr=1e30, warmup_steps=0, save_interval=0)
     done = ranks.run(2, flags(data_dir, tmp_path / "run", **settings), grace=5)
     assert done.codes == [5, 5] and len(error_lines(done)) == 1, (done.codes, done.stderr)
 

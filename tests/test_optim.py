@@ -25,7 +25,7 @@ def test_groups_hold_every_parameter_once_each_with_its_rate():
     assert of_groups == sorted(map(id, model.parameters()))
     embedding, head, matrix, vector = groups
     gate_up = optim.matrices_of("blocks.0.mlp.gate_up.weight", torch.empty(96, 16), settings())
-    assert [(matrix.first, matrix.rows) for matrix in gate_up] == [(0, 48), (48, 48)]
+    assert gate_up == [48, 48]
     assert embedding["params"] == [model.wte.weight, model.wpe.weight]
     assert head["params"] == [model.head.weight]
     assert {p.dim() for p in matrix["params"]} == {2} and {p.dim() for p in vector["params"]} == {1}
@@ -139,13 +139,13 @@ def test_a_stack_is_its_matrices_and_each_group_has_its_own_rate():
     wide = torch.nn.Parameter(torch.randn(16, 8))
     again = torch.nn.Parameter(wide.detach().clone())
     weights = (stack, wide, again, *parts)
-    matrices = {p: optim.matrices_of("experts.weight", p, settings()) for p in weights}
+    counts = {p: optim.matrices_of("experts.weight", p, settings()) for p in weights}
     of = lambda params, **options: dict(params=params, **options)
     slow, fast = dict(lr=0.02, weight_decay=0.1), dict(lr=0.5)
     optimizers = [
-        optim.Muon([of([stack], **slow), of([wide], **fast, weight_decay=0.0)], matrices, lr=1.0),
-        optim.Muon([of(parts, **slow)], matrices, lr=1.0),
-        optim.Muon([of([again], **fast)], matrices, lr=1.0),
+        optim.Muon([of([stack], **slow), of([wide], **fast, weight_decay=0.0)], counts, lr=1.0),
+        optim.Muon([of(parts, **slow)], counts, lr=1.0),
+        optim.Muon([of([again], **fast)], counts, lr=1.0),
     ]
     grads, other = torch.randn(3, 8, 16), torch.randn(16, 8)
     for _ in range(2):
@@ -171,11 +171,9 @@ class Edited(torch.nn.Module):
         self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
 
 
-def test_what_muon_cannot_take_goes_to_adamw_and_is_said(capsys):
+def test_what_muon_cannot_take_goes_to_adamw():
     model, cfg = Edited(), settings(optimizer="muon", lr=0.02, lr_head=0.003)
     optimizer = optim.make_optimizer(model, cfg)
-    said = capsys.readouterr().err
-    assert "row.weight" in said and "mix.weight" in said and "Muon has stack" in said
     adamw, muon = optimizer.optimizers
     assert muon.param_groups[0]["params"] == [model.stack]
     head, vectors = adamw.param_groups
@@ -198,8 +196,6 @@ def test_an_optimizer_that_lacks_something_is_refused(monkeypatch):
     sgd = lambda name, groups, model, cfg: torch.optim.SGD(groups, lr=cfg.lr)
     monkeypatch.setattr(optim, "build", sgd)
     assert type(optim.make_optimizer(model, settings())) is torch.optim.SGD
-    with pytest.raises(UserError, match="found_inf"):
-        optim.make_optimizer(model, settings(max_skipped_steps=2))
     fewer = lambda name, groups, model, cfg: torch.optim.SGD(groups[1:], lr=cfg.lr)
     monkeypatch.setattr(optim, "build", fewer)
     with pytest.raises(UserError, match="wte.weight is in 0 groups"):

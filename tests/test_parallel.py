@@ -193,17 +193,19 @@ def test_the_norm_on_the_cpu_is_right_for_large_tensors():
     large, odd = torch.full((2**11 + 3, 2**14), 1e-3), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     model = gradients(large, odd, torch.empty(0, 8), odd.bfloat16())
     exact = large.numel() * 1e-6 + 25 + 25
-    assert optim.clip_gradients(model, None).item() == pytest.approx(exact**0.5, rel=1e-5)
+    assert optim.clip_gradients(model, None, torch.ones(())).item() == pytest.approx(
+        exact**0.5, rel=1e-5
+    )
 
 
 def test_gradients_are_clipped_where_their_norm_is_over_the_limit_or_none():
     three_four = torch.tensor([3.0, 4.0])
     for limit, expected in ((1.0, three_four / 5), (5.1, three_four), (None, three_four)):
         model = gradients(three_four.clone())
-        assert optim.clip_gradients(model, limit).item() == 5
+        assert optim.clip_gradients(model, limit, torch.ones(())).item() == 5
         torch.testing.assert_close(model.parameters()[0].grad, expected)
     model = gradients(torch.tensor([1.0]), torch.tensor([float("nan")]))
-    optim.clip_gradients(model, 1.0)
+    optim.clip_gradients(model, 1.0, torch.ones(()))
     assert [bool(p.grad.isnan()) for p in model.parameters()] == [False, True]
 
 

@@ -5,6 +5,8 @@ takes from the sources only the model, its initial weights, the groups of parame
 schedule.
 """
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -80,7 +82,8 @@ def train(patch, cfg, folder):
         found["losses"][step + 1] = loss.item()
         found["extras"][step + 1] = {name: float(value) for name, value in extras.items()}
     names = {p: name for name, p in model.named_parameters()}
-    for p, state in optimizer.state.items():
+    states = [part.state for part in optim.parts_of(optimizer)]
+    for p, state in itertools.chain(*(part.items() for part in states)):
         for moment in {"exp_avg", "momentum"} & state.keys():
             found["moments"][names[p]] = state[moment].numpy()
     return found
