@@ -27,6 +27,8 @@ def measure(cfg):
     parts = memory.estimate(cfg, cfg.world)
     for name, size in [*parts.items(), ("all", sum(parts.values()))]:
         print(f"{name:<28}{size / memory.GIB:8.2f} GiB")
+    for name, size in memory.on_host(cfg, cfg.world).items():
+        print(f"{name + ', on the host':<28}{size / memory.GIB:8.2f} GiB")
     print(f"\n{'':<34}{f'largest in {cfg.gpu_gib:g} GiB':>28}")
     print(f"{'parallel':<10}{'remat':<12}{'GiB a rank':>12}{'batch_size':>14}{'or block_size':>14}")
     shards = cfg.world > 1 or cfg.offload_states

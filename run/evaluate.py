@@ -241,7 +241,9 @@ def add_validation(evaluations, cfg, world, loaders):
         if len(folders) > 1:
             weights = [weight for weight, _ in loaders]
             losses = [score["loss"] for score in folders.values()]
-            score = dict(loss=np.dot(weights, losses), folders=folders)
+            errors = [score.get("loss_stderr", math.nan) for score in folders.values()]
+            error = math.hypot(*np.multiply(weights, errors))
+            score = dict(loss=np.dot(weights, losses), loss_stderr=error, folders=folders)
         return score | {"held_out": held_out}
 
     evaluations.add("val", cfg.eval_interval, evaluate, best="loss")
@@ -250,8 +252,17 @@ def add_validation(evaluations, cfg, world, loaders):
 def add_hellaswag(evaluations, cfg, tokenizer):
     import hellaswag
 
-    examples = hellaswag.load(cfg.hellaswag_file) if is_rank_0() else None
+    examples = None
+    if is_rank_0():
+        try:
+            examples = hellaswag.load(cfg.hellaswag_file)
+        except hellaswag.DataError as error:
+            if cfg.hellaswag_file:
+                raise
+            evaluations.log.warn(f"{error}; this run goes on without")
     examples = parallel.gather_objects(examples)[0]
+    if not examples:
+        return
     prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
 
     def evaluate(model):

@@ -1,6 +1,7 @@
 """The console and logs of a run: start-up summary, a line a step, log.jsonl, and wandb."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,8 +21,9 @@ import optim
 from configurator import changed, columns
 from scale import parallel
 from scale.cuda_graph import EAGER_STEPS
+from scale.shards import local
 from system import files
-from system.errors import UserError, is_rank_0
+from system.errors import UserError, is_rank_0, listed
 
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
@@ -109,16 +111,34 @@ class Logger:
             # a kill may have cut the last line short: it would spoil the next one
             self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
         if self.cfg.wandb:
-            import wandb
+            with self.or_without_wandb():
+                self.start_wandb(out_dir, config)
 
-            self.wandb = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "pretrain"),
-                name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
-                dir=out_dir,
-                config=config,
-            )
-            # the steps of a run that is resumed go back, which wandb's own may not
-            self.wandb.define_metric("*", step_metric="step")
+    def start_wandb(self, out_dir, config):
+        import wandb
+
+        kept = out_dir / "wandb_id"  # with which a resumed run goes on
+        if self.saved_at is None or not kept.exists():
+            kept.write_text(wandb.util.generate_id())
+        self.wandb = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "pretrain"),
+            name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
+            dir=out_dir,
+            config=config,
+            id=kept.read_text(),
+            resume="allow",
+        )
+        # the steps of a run that is resumed go back, which wandb's own may not
+        self.wandb.define_metric("*", step_metric="step")
+
+    @contextlib.contextmanager
+    def or_without_wandb(self):
+        """Where wandb fails, for which it has many types of errors, training goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.wandb = None
+            self.warn(f"wandb is off ({error!r}); log.jsonl goes on")
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
@@ -127,11 +147,8 @@ class Logger:
             self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb and kind != "start":  # which has no figures of a step
             figures = {f"{kind}/{name}": value for name, value in finite.items()}
-            try:
+            with self.or_without_wandb():
                 self.wandb.log({"step": step, **figures})
-            except Exception as error:  # of many types
-                self.wandb = None
-                self.warn(f"wandb is off ({error!r}); log.jsonl goes on")
 
     def start(self, state, rows, given, analysis):
         """Prints and records the start-up summary.
@@ -139,7 +156,7 @@ class Logger:
         What is printed has the command line; log.jsonl has all settings that are no defaults.
         state: a train.State; given: the user's Config; analysis: a flops.ModelAnalysis.
         """
-        self.analysis, self.tokens = analysis, state.tokens
+        self.analysis, self.model, self.tokens = analysis, state.model, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
         self.mean_seconds = state.seconds / max(1, state.step)
         self.last, self.width = "", 5  # the run's last step, where that is known, and its digits
@@ -173,7 +190,8 @@ class Logger:
         show([(kind, took), ("checkpoint", kept)], self.print)
         self.record(kind, step)  # the last line, which a run that was killed lacks
         if self.wandb:
-            self.wandb.finish()
+            with self.or_without_wandb():
+                self.wandb.finish()
 
     def elapsed(self, step):
         """Seconds of training steps up to this one, by this rank's clock.
@@ -273,9 +291,10 @@ class Logger:
         self.warn(f"step {step} was skipped: {figures}; {self.skipped_in_a_row} in a row")
 
     def refuse(self, step, figures):
-        """Raises NotFinite."""
+        """Raises NotFinite, which says what may be known of the cause."""
+        spoilt = [n for n, p in self.model.named_parameters() if not local(p).isfinite().all()]
         advice = "try a lower --lr, or --attention=flash; experiments/norms.patch shows norms"
-        what = f"{figures}; last saved step: {self.saved_at}"
+        what = f"{figures}; last saved step: {self.saved_at}; not finite now: {listed(spoilt)}"
         raise NotFinite(f"step {step}: {what}; {advice} before it")
 
     def _look_for_spike(self, step, loss):

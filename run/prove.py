@@ -276,16 +276,16 @@ class Proof:
         x, y = self.batches[0]
         last = separators(x.size(1))[-1]
         try:
-            logits = self.logits(x, y)
+            loss, logits = self.forward(x, y)
         except Exception:  # of any type: a model may have no logits, or others
             return
-        if not logits.equal(self.logits(x, y)):
+        if not logits.equal(self.forward(x, y)[1]):
             return  # something else than tokens changes them
 
         def changed_by(places):
             other = x.clone()
             other[:, places] = (x[:, places] + 1) % self.cfg.vocab_size
-            return self.logits(other, y) - logits  # (B, T, V)
+            return self.forward(other, y)[1] - logits  # (B, T, V)
 
         limit = LIMITS["loss"] * logits.norm()
         if self.cfg.document_mask and changed_by(slice(last))[:, last:].norm() > limit:
@@ -293,12 +293,17 @@ class Proof:
             raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
             warn("model.py lets a token see later ones")
+        if loss == self.forward(x, y, seed=1)[0]:  # it draws no numbers
+            parts = loss + self.forward(*self.batches[1])[0]
+            together, _ = self.forward(*map(torch.cat, zip(*self.batches)))
+            if (parts - together).abs() > LIMITS["loss"] * together.abs():
+                warn("model.py's loss is no mean over tokens: it depends on ranks and micro-steps")
 
-    def logits(self, x, y):
-        """Of the plain model."""
-        generators.seed(0)
-        self.model(x, y, None)  # which finds the documents
-        return self.model.logits(x)
+    def forward(self, x, y, seed=0):
+        """(the sum of the targets' losses, logits) of the plain model."""
+        generators.seed(seed)
+        loss, count, _ = self.model(x, y, None)  # before the logits, for document masks
+        return loss * count, self.model.logits(x)
 
 
 # -- parts of a trial

@@ -48,6 +48,9 @@ def estimate(cfg, ranks):
 
     if sharded and not several_micro_steps:  # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
+    elif cfg.offload_states and cfg.parallel == "hsdp":
+        # added up on the GPU until the last micro-step
+        backward["gradients"] = BYTES[cfg.reduce_dtype] * total / shards
     elif ranks > 1 and not sharded and (several_micro_steps or cfg.cuda_graph):
         # .grad, and the tensors in which the last micro-step averages them over the ranks
         backward["gradients"] *= 2
@@ -205,6 +208,18 @@ def saved_activation_bytes(cfg, selective=False):
     if cfg.mlp == "gelu":
         size += 2 * cfg.mlp_hidden
     return size
+
+
+def on_host(cfg, ranks):
+    """{part: bytes of the host's memory on a rank}; PyTorch pins blocks of a power of two."""
+    parts = {}
+    if cfg.offload_states:
+        each = 2 * BYTES[cfg.weights] + moment_bytes(cfg)
+        parts["states"] = each * total_and_block_parameters(cfg)[0] / shards_of(cfg, ranks)
+    if cfg.remat_offload:
+        blocks = len(recomputed_blocks(cfg, cfg.n_layer))
+        parts["activations"] = blocks * cfg.rank_tokens * bytes_under_remat(cfg)
+    return parts
 
 
 def largest(cfg, ranks, budget, name, values):

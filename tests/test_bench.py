@@ -127,7 +127,7 @@ def three_steps_in_rank(words):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2"))]
+    "mode", ["ddp", *(f"{kind} --offload_states" for kind in ("fsdp", "zero2", "hsdp"))]
 )
 def test_a_gpu_takes_the_estimated_memory(mode):
     """Each mode that one GPU can run, with two micro-steps a step and heads that are 80 wide."""

@@ -289,6 +289,7 @@ CASES = [
     ("token_shift", 2, CONTEXT | FSDP, "refused: context_parallel=2", None),
     ("token_shift", 0, MASKED, "refused: document_mask", None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
+    ("no_mean", 2, {}, PASSES, "micro-steps"),
     ("no_mean", 2, CONTEXT, "refused: context_parallel=2", None),
     ("not_causal", 2, CONTEXT, PASSES, "later"),
     ("own_generator", 0, BLOCK, "refused: remat=block", None),

@@ -13,6 +13,7 @@ from compare import LLAMA, copied, gpt2, resumed_bitwise
 from conftest import (
     ROOT,
     flags,
+    load_checkpoint,
     losses,
     stdlib_bytes,
     train_here,
