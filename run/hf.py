@@ -238,11 +238,11 @@ def config_json(cfg, dtype):
     values = vars(cfg) | own
     config = {key: values[name] for key, name in family.keys.items()}
     config |= dict.fromkeys(family.dropouts, cfg.dropout)
-    if cfg.mlp == "relu2":
-        config["hidden_act"] = "relu"
-    if cfg.rope_factor and cfg.positions == "rope":
-        scaling = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
-        config["rope_scaling"] = scaling | {key: values[name] for key, name in SCALING.items()}
+    if cfg.positions == "rope":
+        config["hidden_act"] = "relu" if cfg.mlp == "relu2" else "silu"
+        if cfg.rope_factor:
+            scaling = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+            config["rope_scaling"] = scaling | {key: values[name] for key, name in SCALING.items()}
     config |= dict(model_type=family.name, architectures=[family.architecture], torch_dtype=dtype)
     return config | dict(bos_token_id=None, eos_token_id=None)
 

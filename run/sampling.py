@@ -213,11 +213,11 @@ class KVCache:
     def forward(self, ids, positions):
         """(B, T) ids at positions (T,) -> the logits behind the last, (B, V)."""
         self.calls = 0  # of attentions; a block may be used several times
-        with contextlib.ExitStack() as for_this_forward:
-            for_this_forward.enter_context(torch.compiler.set_stance("force_eager"))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self.attentions:
                 core = functools.partial(self.attend, positions, module.core)
-                for_this_forward.enter_context(mock.patch.object(module, "core", core))
+                stack.enter_context(mock.patch.object(module, "core", core))  # until the end of it
             return self.model.logits(ids, slice(-1, None), positions)[:, 0]
 
     def attend(self, positions, core, q, k, v, *options, **named):
