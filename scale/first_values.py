@@ -63,7 +63,7 @@ def made(make, place):
         # a reset_parameters of model.py's own is meant to replace what the parameter was made of
         reset = getattr(type(module), "reset_parameters", None)
         own = reset is not None and not reset.__module__.startswith("torch.")
-        unwritten = writes.empty.pop(number_of(parameter), None)  # held no longer, if place frees it
+        unwritten = writes.empty.pop(number_of(parameter), None)  # `place` may free it
         given[parameter] = unwritten is None and not own
         place(parameter)
         writes.written.discard(number_of(parameter))
