@@ -40,7 +40,8 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
     reasons = {}
-    fp16 = not conflicts(dataclasses.replace(cfg, precision="fp16"), parallel.rank_and_size()[1])
+    in_fp16 = dataclasses.replace(cfg, precision="fp16")
+    fp16 = not conflicts(in_fp16, parallel.rank_and_size()[1])
     precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
     attention = cfg.attention
     reasons["attention"] = "as set"

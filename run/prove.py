@@ -53,10 +53,11 @@ def prove(make, cfg, world, loader, eot):
     facts = f"{source.tag()} {same} {world.size} {world.device.type} {torch.__version__}"
     if parallel.gather_objects(note.exists() and note.read_text() == facts)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
+    batches = cropped(loader, cfg, eot)
     unit = memory.UNIT_MIB
     memory.UNIT_MIB = 0  # FSDP2 gathers each block apart, as where blocks are wide
     try:
-        found = Proof(make, cfg, world, cropped(loader, cfg, eot), eot).run()
+        found = Proof(make, cfg, world, batches, eot).run()
     except NotProved as why:
         return [("prove", f"not proved: {why}")]
     finally:
@@ -150,7 +151,8 @@ class Proof:
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
         self.built = self.build(cfg, self.weights)
-        built = self.step(self.built, self.accumulate(self.built), self.plain["gradient"])
+        totals = self.accumulate(self.built)
+        built = self.step(self.built, totals, self.plain["gradient"])
         wrong = []
         for what, limit in LIMITS.items():
             error, name = largest_error(built[what], self.plain[what])
@@ -232,7 +234,8 @@ class Proof:
         norm = training.normalize_and_clip(totals)
         loss, *_ = training.figures.over_ranks(totals, norm, {}).get()
         found = {"loss": {"this model.py": torch.tensor(loss)}}
-        found["gradient"] = whole({name: p.grad for name, p in parameters.items()})
+        grads = {name: p.grad for name, p in parameters.items()}
+        found["gradient"] = whole(grads)
         # under context parallelism a rank's buffers are those of its tokens
         found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
         for places in range(3):

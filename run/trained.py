@@ -60,4 +60,4 @@ def other(cfg):
 def folders(cfg, tokenizer):
     """Where Hugging Face's files may lie: beside the tokenizer's file, if any, and the weights."""
     weights = hf.fetch(cfg.pretrained) if cfg.checkpoint is None else Path(cfg.checkpoint)
-    return filter(None, [tokenizer.folder, weights])
+    return [tokenizer.folder, weights] if tokenizer.folder else [weights]

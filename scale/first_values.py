@@ -63,7 +63,8 @@ def made(make, place):
         # a reset_parameters of model.py's own is meant to replace what the parameter was made of
         reset = getattr(type(module), "reset_parameters", None)
         own = reset is not None and not reset.__module__.startswith("torch.")
-        given[parameter] = number_of(parameter) not in writes.empty and not own
+        unwritten = writes.empty.pop(number_of(parameter), None)  # `place` may free it
+        given[parameter] = unwritten is None and not own
         place(parameter)
         writes.written.discard(number_of(parameter))
 
