@@ -11,7 +11,7 @@ from scale import memory, parallel
 
 
 def shard(model, cfg, world, analysis=None):
-    """Shards a model in units, each gathered at once: embedding, head, each of `units_of_blocks`.
+    """Shards a model in units, each gathered at once: embedding, head, blocks (see `units_of`).
 
     fsdp gathers a block for its forward and for its backward, or less often (see `keep_gathered`),
     zero2 once a step; hsdp is fsdp within groups of shard_size ranks, each of which holds a copy.
@@ -73,15 +73,24 @@ def units_of(model, cfg, analysis):
     """[modules of a unit], in the order in which `keep_gathered` takes them.
 
     Embedding and head come first: nothing is computed beside their gathers. A head that shares the
-    embedding's weight belongs to the root's unit.
+    embedding's weight belongs to the root's unit. Blocks that run just once share units of up to
+    memory.UNIT_MIB.
     """
-    tables = []
+    units = []
     if not cfg.tie_embeddings:
-        tables = [[model.wte], [model.head]]
+        units = [[model.wte], [model.head]]
+    blocks = list(dict.fromkeys(model.blocks))  # an edit may have one of them several times
+    units += shared_modules(blocks)
     again = cfg.remat in ("block", "attention")
     runs_once = analysis is not None and analysis.regular and not again
-    blocks = list(dict.fromkeys(model.blocks))  # an edit may have one of them several times
-    return tables + shared_modules(blocks) + units_of_blocks(blocks, apart=not runs_once)
+    limit = memory.UNIT_MIB * 2**20 if runs_once else 0
+    unit = []
+    for block in blocks:
+        if not unit or bytes_of_unit([*unit, block]) > limit:
+            unit = []
+            units.append(unit)
+        unit.append(block)
+    return units
 
 
 def make_mesh(cfg, world):
@@ -97,26 +106,13 @@ def make_mesh(cfg, world):
     return mesh
 
 
-def units_of_blocks(blocks, apart):
-    """Lists of blocks, up to memory.UNIT_MIB a list.
-
-    apart: one block a list, where a block may not run just once.
-    """
-    units = []
-    for block in blocks:
-        if apart or not units or bytes_of_unit([*units[-1], block]) > memory.UNIT_MIB * 2**20:
-            units.append([])
-        units[-1].append(block)
-    return units
-
-
 def shared_modules(blocks):
     """Lists of a module with parameters each, which several blocks have: gathered at each call."""
     users = Counter(module for block in blocks for module in block.modules())
     found = []
     inside = set()
     for module, count in users.items():  # outer ones come first
-        if count > 1 and module not in inside and any(True for _ in module.parameters()):
+        if count > 1 and module not in inside and bytes_of_unit([module]):
             found.append([module])
             inside.update(module.modules())
     return found

@@ -67,14 +67,10 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(world.device)
-    if launched() and not dist.is_initialized():
-        join_group(backend, world, timeout_s)
-    return world
-
-
-def join_group(backend, world, timeout_s):
-    """Initialises the process group of the ranks that torchrun has started."""
-    store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+    if not launched() or dist.is_initialized():
+        return world
+    limit = time_limit(timeout_s)
+    store = next(rendezvous("env://", timeout=limit))[0]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's outlives a restart
     dist.init_process_group(
@@ -83,8 +79,9 @@ def join_group(backend, world, timeout_s):
         rank=world.rank,
         world_size=world.size,
         device_id=world.device if world.device.type == "cuda" else None,  # NCCL then connects now
-        timeout=time_limit(timeout_s),
+        timeout=limit,
     )
+    return world
 
 
 def pick_device(name):
@@ -214,12 +211,13 @@ def broadcast(tensors):
 
 def all_finite(tensors, device):
     """Whether no tensor of any rank holds inf or NaN; waits for `device`, that of the ranks."""
-    tops = [torch.zeros((), device=device)]
+    checked = []
     for own in map(local, tensors):
         # no 8-bit codes; of a short tensor a rank may have no rows
-        if own.is_floating_point() and own.dtype.itemsize > 1 and own.numel():
-            tops.append(torch.linalg.vector_norm(own, float("inf")).to(tops[0]))
-    spoilt = ~torch.isfinite(torch.stack(tops).max())
+        if own.is_floating_point() and own.itemsize > 1 and own.numel():
+            checked.append(own)
+    largest = torch.nn.utils.get_total_norm(checked, float("inf")).to(device)
+    spoilt = ~torch.isfinite(largest)
     return sum_over_ranks(spoilt.float()).item() == 0
 
 
