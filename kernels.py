@@ -69,13 +69,13 @@ def residual(x):
 
 
 class LayerNorm(nn.LayerNorm):
-    @operation(forms.layer_norm)
+    @operation(forms.norm)
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    @operation(forms.rms_norm)  # with a weight and eps
+    @operation(forms.norm)  # with a weight and eps
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 

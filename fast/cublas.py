@@ -110,7 +110,7 @@ def matmul(
             plan.tune(a, b, bias, out=scratch, added=scratch)
         else:
             plan.tune(a, b, bias, out, added)
-    plan.run(a, b, bias, out, added, plan.fastest)
+    plan.fastest(a, b, bias, out, added)
     return out
 
 
@@ -121,12 +121,12 @@ class Plan:
     """Descriptors and algorithms of products of one shape, made from the tensors of the first.
 
     cuBLAS is column-major, so it is asked for out^T = b^T a^T. adds: whether there is `added`.
+    ways: functions of a, b, bias, out and added, one of which is `fastest`.
     """
 
     def __init__(self, a, b, bias, out, *, epilogue, adds, fast):
         self.device = a.device
         self.tuned = False
-        self.fastest = 0
         self.alpha = ctypes.c_float(1)
         self.beta = ctypes.c_float(adds)
         self.descriptor = ctypes.c_void_p()
@@ -142,13 +142,14 @@ class Plan:
         if fast and a.size(1) <= FAST_TERMS:
             self.set(FAST_ACCUM, ctypes.c_int8(1))
         self.layouts = layout(b), layout(a), layout(out)
-        self.algorithms = self.heuristic()
-        if not self.algorithms:
+        self.ways = [functools.partial(self.run, found) for found in self.heuristic()]
+        if not self.ways:
             shapes = f"{tuple(a.shape)} by {tuple(b.shape)}"
             other = "--precision=bf16" if a.dtype.itemsize == 1 else "--ops=torch"
             raise UserError(
                 f"cuBLASLt has no algorithm that multiplies {shapes} on this GPU; try {other}"
             )
+        self.fastest = self.ways[0]
         # whether hopper.linear computes the same for operands that it takes
         self.has_hopper = epilogue in (DEFAULT, BIAS) and not adds and hopper.available(self.device)
 
@@ -174,21 +175,19 @@ class Plan:
         found = (HeuristicResult * CANDIDATES)()
         count = ctypes.c_int()
         lib, handle = library()
-        lib.cublasLtMatmulAlgoGetHeuristic(  # its status says whether there is one, as does count
+        lib.cublasLtMatmulAlgoGetHeuristic(  # fails where there is none: count stays 0
             handle, self.descriptor, b, a, out, out, preference, CANDIDATES, found,
             ctypes.byref(count),
         )  # fmt: skip
         return found[: count.value]
 
-    def run(self, a, b, bias, out, added, which):
-        """Runs an algorithm by its index; the index behind cuBLASLt's is hopper.py's kernel."""
-        if which == len(self.algorithms):
-            return hopper.linear(a, b, bias, out)
+    def run(self, found, a, b, bias, out, added):
+        """Runs an algorithm that the heuristic found; the descriptor has the bias."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         scratch = workspace(self.device, stream)
         _, handle = library()
         lb, la, lo = self.layouts
-        algorithm = ctypes.byref(self.algorithms[which].algorithm)
+        algorithm = ctypes.byref(found.algorithm)
         pointer = ctypes.c_void_p
         to = pointer(out.data_ptr())
         added = to if added is None else pointer(added.data_ptr())
@@ -200,13 +199,11 @@ class Plan:
         )  # fmt: skip
 
     def tune(self, a, b, bias, out, added):
-        """Finds the algorithm that `matmul` runs from now on; writes to out."""
-        count = len(self.algorithms)
+        """Finds the way that `matmul` takes from now on; writes to out."""
         if self.has_hopper and hopper.takes(a, b if rows_contiguous(b) else b.t(), bias, out):
-            count += 1
-        candidate = functools.partial(self.run, a, b, bias, out, added)
-        candidates = [functools.partial(candidate, which) for which in range(count)]
-        self.fastest = fastest(candidates, self.device)
+            self.ways.append(hopper.linear)
+        tried = [functools.partial(way, a, b, bias, out, added) for way in self.ways]
+        self.fastest = self.ways[fastest(tried, self.device)]
         self.tuned = True
 
 

@@ -204,15 +204,9 @@ def mlp(_, x, up, activation, down):
     )
 
 
-def layer_norm(_, layer, x):
-    return norm(x, layer, layer.bias, centred=True)
-
-
-def rms_norm(_, layer, x):
-    return norm(x, layer, None, centred=False)  # an edit's bias is for the edit to add
-
-
-def norm(x, layer, shift, centred):
+def norm(_, layer, x):
+    centred = isinstance(layer, nn.LayerNorm)
+    shift = layer.bias if centred else None  # an edit's bias of an RMSNorm is for the edit to add
     if not fused("norm", x, layer, unless={UNUSUAL_NORM: unusual_norm(x, layer)}):
         return None
     return fast.norm.Norm.apply(x.contiguous(), layer.weight, shift, layer.eps, centred)

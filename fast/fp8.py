@@ -176,8 +176,7 @@ def forward_product(x, layer, what="copy"):
         w8, w8t, w_scale, _ = cast([layer.weight], layer.w_amax, [])
         w = w8t.t()
         wt = w8.t()
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    y = product(x8, wt, bias, x.dtype, x_scale, w_scale, True)
+    y = product(x8, wt, in_dtype(layer.bias, x.dtype), x.dtype, x_scale, w_scale, True)
     return y, Saved(x8t, x_scale, w, w_scale, layer.dy_amax), x8
 
 
@@ -260,7 +259,7 @@ def cast(
     shifted_norm [stats, weight, shift]     likewise
     """
     x = parts[0]
-    assert x.size(0) % 16 == 0 and (what in ("copy", "gelu", "relu2") or len(parts) == 1)
+    assert x.size(0) % 16 == 0
     out, out_t, scale, columns = cast_results(parts, amax, beside, what, e5m2, sums)
     M, N = out.shape
     widths = [part.size(1) for part in parts] + [0] * (3 - len(parts))

@@ -39,8 +39,10 @@ class FoldIntoKernels(CustomGraphPass):
         for add in calls(target=aten.add.Tensor):
             fold_into_product(add)
         for cast in calls(target=torch.ops.higher_order.auto_functionalized_v2):
-            fold_norm_into_cast(cast)
-            fold_gates_into_cast(cast)
+            part = cast_as_it_is(cast)
+            if part is not None:
+                fold_gates_into_cast(cast, part)
+                fold_norm_into_cast(cast, part)
 
     def uuid(self):
         return get_hash_for_files((__file__, fp8.__file__))
@@ -121,11 +123,8 @@ def cast_as_it_is(call):
         return parts[0]
 
 
-def fold_norm_into_cast(cast):
+def fold_norm_into_cast(cast, part):
     """cast8 of norm_forward(x, …)[1] -> cast8 of x, which computes the norm from its stats"""
-    part = cast_as_it_is(cast)
-    if part is None:
-        return
     *views, normed = behind_views(part)
     norm = call_with_result(normed, 1, pretrain.norm_forward.default)
     if norm is None or not read_once(normed, *views):
@@ -148,11 +147,8 @@ def fold_norm_into_cast(cast):
     counters["inductor"]["norm_in_cast"] += 1
 
 
-def fold_gates_into_cast(cast):
+def fold_gates_into_cast(cast, part):
     """cast8 of y: (…, H, D) times gates: (…, H, 1) -> cast8 of y, which multiplies"""
-    part = cast_as_it_is(cast)
-    if part is None:
-        return
     M, N = part.meta["val"].shape
     product = behind_views(part)[-1]
     for y, gates in in_both_orders(product, aten.mul.Tensor):

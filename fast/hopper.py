@@ -24,17 +24,18 @@ BOX_COLUMNS = 64  # of bf16, for a tensor_map: as wide as the swizzle
 # linear_backward's parts are multiples of this wide: a tile of hopper_wgrad takes one part
 PART = 2 * BM
 
-# Every kernel that is compiled: its name, which is also its file's, and its -D options.
+# Every kernel that is compiled: the name of it and its file, and its -D options.
 K_MAJOR, N_MAJOR = "B_N_MAJOR=0", "B_N_MAJOR=1"  # b: (N, K); (K, N)
-LINEAR = ("hopper_gemm", "EPILOGUE=BIAS", K_MAJOR)
-LINEAR_N_MAJOR = ("hopper_gemm", "EPILOGUE=BIAS", N_MAJOR)
-GELU = ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR)
-DGELU = ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR)
-RELU2 = ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR)
-DRELU2 = ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR)
-EXP = ("hopper_gemm", "EPILOGUE=EXP", K_MAJOR)
-WGRAD = ("hopper_wgrad",)
-KERNELS = LINEAR, LINEAR_N_MAJOR, RELU2, GELU, DRELU2, DGELU, EXP, WGRAD
+KERNELS = {
+    "linear": ("hopper_gemm", "EPILOGUE=BIAS", K_MAJOR),
+    "linear_n_major": ("hopper_gemm", "EPILOGUE=BIAS", N_MAJOR),
+    "gelu": ("hopper_gemm", "EPILOGUE=GELU", K_MAJOR),
+    "dgelu": ("hopper_gemm", "EPILOGUE=DGELU", N_MAJOR),
+    "relu2": ("hopper_gemm", "EPILOGUE=RELU2", K_MAJOR),
+    "drelu2": ("hopper_gemm", "EPILOGUE=DRELU2", N_MAJOR),
+    "exp": ("hopper_gemm", "EPILOGUE=EXP", K_MAJOR),
+    "wgrad": ("hopper_wgrad",),
+}
 SHARED_BYTES = {
     # pipeline stages; two staging buffers for each of the 8 consumer warps; mbarriers
     "hopper_gemm": STAGES * (BM + BN) * BK * 2 + 8 * 2 * 32 * CHUNK * 2 + 256,
@@ -45,11 +46,8 @@ SHARED_BYTES = {
 
 @functools.cache
 def available(device):
-    """Whether the kernels run on this torch.device: a Hopper GPU, with the NVRTC of PyTorch."""
-    try:
-        return chips.of(device) == chips.Chip("nvidia", (9, 0)) and bool(nvrtc())
-    except OSError:
-        return False
+    """Whether the kernels run on this torch.device: a Hopper GPU."""
+    return chips.of(device) == chips.Chip("nvidia", (9, 0))
 
 
 def takes(*operands):
@@ -72,24 +70,23 @@ def fits(x):
     return len(strides) == 1 or (strides[0] % 8 == 0 and strides[0] >= shape[1])
 
 
-def linear(a, b, bias, out):
-    """out = a b + bias; returns out. a: (M, K); bias: (N,) or None; out: (M, N).
+def linear(a, b, bias, out, added=None):
+    """out = a b + bias. a: (M, K); bias: (N,) or None; out: (M, N).
 
     b: (K, N), with contiguous rows or columns. `takes` must hold for a, b or b.t(), bias and out,
-    as for all operands here.
+    as for all operands here. added: None, of which cublas.Plan takes care.
     """
     if b.stride(1) == 1:
-        launch_gemm(LINEAR_N_MAJOR, [a], b, out, bias=bias)
+        launch_gemm("linear_n_major", [a], b, out, bias=bias)
     else:
-        launch_gemm(LINEAR, [a], b.t(), out, bias=bias)
-    return out
+        launch_gemm("linear", [a], b.t(), out, bias=bias)
 
 
 def derivative(kernel, a, b, saved):
     """(a b times GELU's or ReLU^2's derivative, (M, N), its column sums, (N,) float32).
 
-    kernel: DGELU or DRELU2; a: (M, K); b: (K, N); saved: GELU's pre-activation, or the output of
-    ReLU^2, whose root is half the derivative.
+    kernel: "dgelu" or "drelu2"; a: (M, K); b: (K, N); saved: GELU's pre-activation, or ReLU^2's
+    output, whose root is half the derivative.
     """
     sums = a.new_empty(cluster_rows(a) // 32, b.size(1), dtype=torch.float32)
     out = torch.empty_like(saved)
@@ -106,7 +103,7 @@ def exponentials(a, b, shifts, vocab_size, out=None):
     `out`, (M, N), receives the numerators.
     """
     sums = a.new_empty(cluster_rows(a), -(-b.size(0) // BN), 2, dtype=torch.float32)
-    launch_gemm(EXP, [a], b, out, shifts=shifts, sums=sums, vocab_size=vocab_size)
+    launch_gemm("exp", [a], b, out, shifts=shifts, sums=sums, vocab_size=vocab_size)
     return sums[: a.size(0)]
 
 
@@ -119,7 +116,7 @@ def linear_backward(parts, x, w):
     T, Q = x.shape
     P = w.size(0)
     dx = torch.empty_like(x)
-    launch_gemm(LINEAR_N_MAJOR, parts, w, dx)
+    launch_gemm("linear_n_major", parts, w, dx)
     dw = x.new_zeros(P, Q, dtype=torch.float32)
     db = x.new_zeros(P, dtype=torch.float32)
     clusters = sm_count(x.device) // CLUSTER
@@ -127,7 +124,7 @@ def linear_backward(parts, x, w):
     maps = [tensor_map(part, BK // CLUSTER, BOX_COLUMNS) for part in parts]
     maps.append(tensor_map(x, BK, BOX_COLUMNS))
     launch(
-        WGRAD,
+        "wgrad",
         x.device.index,
         clusters,
         maps=maps,
@@ -169,7 +166,7 @@ def launch_gemm(
     """
     ensure_context(b.device.index)
     M = parts[0].size(0)
-    if N_MAJOR in kernel:
+    if N_MAJOR in KERNELS[kernel]:
         K, N = b.shape
         b_map = tensor_map(b, BK // CLUSTER, BOX_COLUMNS)
     else:
@@ -231,7 +228,7 @@ def launch(kernel, device, clusters, maps, tensors, numbers):
     block = THREADS, 1, 1
     call(
         driver(), "cuLaunchKernel", loaded(kernel, device), *grid, *block,
-        SHARED_BYTES[kernel[0]], stream, addresses, None,
+        SHARED_BYTES[KERNELS[kernel][0]], stream, addresses, None,
     )  # fmt: skip
 
 
@@ -287,7 +284,7 @@ def nvrtc():
 @functools.cache
 def loaded(kernel, device):
     """The kernel's CUfunction on that GPU."""
-    name = kernel[0]
+    name = KERNELS[kernel][0]
     module = ctypes.c_void_p()
     call(driver(), "cuModuleLoadData", ctypes.byref(module), compiling()[kernel].result())
     function = ctypes.c_void_p()
@@ -308,7 +305,7 @@ def compiling():
 
 def compiled(kernel):
     """The kernel's machine code for sm_90a, a cubin; a RuntimeError has the compiler's log."""
-    name, *definitions = kernel
+    name, *definitions = KERNELS[kernel]
     file = FOLDER / f"{name}.cu"
     headers = (ctypes.c_char_p * 1)(HEADER.encode())
     include_names = (ctypes.c_char_p * 1)(b"hopper.cuh")

@@ -53,14 +53,9 @@ def linear_forward(ctx, x, weight, bias, tune):
     """The GEMM of a linear layer, (..., K) -> (M, N); saves in ctx what the backward reads."""
     ctx.dtypes = dtypes_of(weight, bias)
     flat = x.flatten(0, -2)
-    w, b = in_dtype_of(x, weight, bias)
+    w = weight.to(x.dtype)
     ctx.save_for_backward(flat, w)
-    return product(flat, w.t(), b, x.dtype, tune)
-
-
-def in_dtype_of(x, *parameters):
-    """The parameters in x's dtype; None where there is no parameter."""
-    return [None if p is None else p.to(x.dtype) for p in parameters]
+    return product(flat, w.t(), in_dtype(bias, x.dtype), x.dtype, tune)
 
 
 def weight_gradients(dy, x, weight_dtype, bias_dtype, sums=None):

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fast import cublas, hopper
-from fast.linear import empty_product, in_dtype_of, product, weight_gradients
-from fast.operators import cdiv, dtypes_of, load_float32, on_hopper, operator
+from fast.linear import empty_product, product, weight_gradients
+from fast.operators import cdiv, dtypes_of, in_dtype, load_float32, on_hopper, operator
 
-SWIGLU_BLOCK, RELU2_BLOCK = 2048, 2048  # elements
+BLOCK = 2048  # elements
 SWIGLU_WARPS = 8
 
 
@@ -31,7 +31,7 @@ class MLPFunction(torch.autograd.Function):
         ctx.kind = kind
         ctx.dtypes = dtypes_of(w1, b1, w2, b2)
         flat = x.flatten(0, -2)
-        w1, b1, w2, b2 = in_dtype_of(x, w1, b1, w2, b2)
+        w1, b1, w2, b2 = [in_dtype(p, x.dtype) for p in (w1, b1, w2, b2)]
         if kind == "swiglu":
             before = product(flat, w1.t(), b1, x.dtype, tune)
             act = swiglu(before)
@@ -70,12 +70,11 @@ def product_activation(
     act, before = empty_activation(a, b, bias, kind, tune)
     saved = before if kind == "gelu" else None
     if on_hopper(a):
-        kernel = hopper.GELU if kind == "gelu" else hopper.RELU2
-        hopper.launch_gemm(kernel, [a], b.t(), act, saved=saved, bias=bias)
+        hopper.launch_gemm(kind, [a], b.t(), act, saved=saved, bias=bias)
         return act, before
     cublas.matmul(a, b, act, bias=bias, gelu=saved, tune=tune)
     if kind == "relu2":
-        _relu2[(cdiv(act.numel(), RELU2_BLOCK),)](act, act.numel(), BLOCK=RELU2_BLOCK)
+        _relu2[(cdiv(act.numel(), BLOCK),)](act, act.numel(), BLOCK=BLOCK)
     return act, before
 
 
@@ -91,12 +90,12 @@ def product_derivative(a: Tensor, b: Tensor, saved: Tensor, kind: str) -> tuple[
     saved: GELU's pre-activation, or the output of ReLU^2.
     """
     if on_hopper(a):
-        return hopper.derivative(hopper.DGELU if kind == "gelu" else hopper.DRELU2, a, b, saved)
+        return hopper.derivative("d" + kind, a, b, saved)
     out, no_sums = empty_derivative(a, b, saved, kind)
     cublas.matmul(a, b, out, dgelu=saved if kind == "gelu" else None)
     if kind == "relu2":
-        grid = (cdiv(out.numel(), RELU2_BLOCK),)
-        _relu2_backward[grid](out, saved, out.numel(), BLOCK=RELU2_BLOCK)
+        grid = (cdiv(out.numel(), BLOCK),)
+        _relu2_backward[grid](out, saved, out.numel(), BLOCK=BLOCK)
     return out, no_sums
 
 
@@ -121,8 +120,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up: contiguous (N, 2 H), gate in the first half -> (N, H)."""
     N, H = gate_up.size(0), gate_up.size(1) // 2
     act = gate_up.new_empty(N, H)
-    grid = N, cdiv(H, SWIGLU_BLOCK)
-    _swiglu[grid](gate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    grid = N, cdiv(H, BLOCK)
+    _swiglu[grid](gate_up, act, H=H, BLOCK=BLOCK, num_warps=SWIGLU_WARPS)
     return act
 
 
@@ -135,10 +134,8 @@ def swiglu_backward(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up, silu(gate) * up) from dact, the gradient of silu(gate) * up."""
     dgate_up, act = empty_swiglu_gradients(dact, gate_up)
     N, H = dact.shape
-    grid = N, cdiv(H, SWIGLU_BLOCK)
-    _swiglu_backward[grid](
-        dact, gate_up, dgate_up, act, H=H, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
-    )
+    grid = N, cdiv(H, BLOCK)
+    _swiglu_backward[grid](dact, gate_up, dgate_up, act, H=H, BLOCK=BLOCK, num_warps=SWIGLU_WARPS)
     return dgate_up, act
 
 

@@ -56,10 +56,10 @@ def dtypes_of(*parameters):
     return [None if p is None else p.dtype for p in parameters]
 
 
-def in_dtype(gradient, dtype):
-    """A parameter's gradient in a dtype of `dtypes_of`; None where there is no parameter."""
-    if dtype is not None:
-        return gradient.to(dtype)
+def in_dtype(x, dtype):
+    """A parameter or its gradient in another dtype; None where one of the two is None."""
+    if x is not None and dtype is not None:
+        return x.to(dtype)
 
 
 @triton.jit

@@ -73,16 +73,17 @@ def test_activations(M, N, K, bias):
 def test_derivatives(kind, M, N, K):
     a, b, x = randn(M, K), randn(K, N, std=2 / K**0.5), randn(M, N, std=2).double().requires_grad_()
     y = F.gelu(x, approximate="tanh") if kind == "gelu" else x.relu().square().bfloat16().double()
-    kernel, saved = (hopper.DGELU, x) if kind == "gelu" else (hopper.DRELU2, y)
-    saved = saved.detach().bfloat16()  # the pre-activation, or ReLU^2's output
+    saved = (
+        (x if kind == "gelu" else y).detach().bfloat16()
+    )  # the pre-activation, or ReLU^2's output
     slope = torch.autograd.grad(y.sum(), x)[0] if kind == "gelu" else 2 * y.sqrt()
-    out, sums = hopper.derivative(kernel, a, b, saved)
+    out, sums = hopper.derivative("d" + kind, a, b, saved)
     exact = (a.double() @ b.double()) * slope
     assert error(out, exact) < 2.5e-3
     # summed before rounding to bf16; tanh is right to 2^-11
     assert error(sums, exact.sum(0)) < 5e-4
     for _ in range(5):
-        assert all(map(torch.equal, hopper.derivative(kernel, a, b, saved), (out, sums)))
+        assert all(map(torch.equal, hopper.derivative("d" + kind, a, b, saved), (out, sums)))
 
 
 @on_hopper
@@ -148,7 +149,7 @@ def test_infinities_stay_in_their_row_or_column():
     preact = torch.full((300, 192), 100.0, device=GPU).bfloat16()  # GELU's derivative is 1 there
     preact[:, 5] = -100.0  # and 0 here
     a[7] = 1.0
-    out, sums = hopper.derivative(hopper.DGELU, a, b.t().contiguous(), preact)
+    out, sums = hopper.derivative("dgelu", a, b.t().contiguous(), preact)
     exact = a.double() @ b.double().t()
     exact[:, 5] = 0
     assert error(out, exact) < 2e-3 and sums[5] == 0
