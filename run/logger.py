@@ -105,11 +105,10 @@ class Logger:
         out_dir = Path(self.cfg.out_dir)
         config = dataclasses.asdict(self.cfg)
         path = out_dir / "log.jsonl"
-        with files.writable(out_dir):
-            files.write_json(out_dir / "config.json", config)
-            self.file = open(path, "a", buffering=1)  # writes line by line
-            # a kill may have cut the last line short: it would spoil the next one
-            self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        files.write_json(out_dir / "config.json", config)
+        self.file = open(path, "a", buffering=1)  # writes line by line
+        # a kill may have cut the last line short: it would spoil the next one
+        self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
         if self.cfg.wandb:
             with self.or_without_wandb():
                 self.start_wandb(out_dir, config)

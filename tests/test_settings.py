@@ -56,6 +56,7 @@ def test_none_is_off_and_ranks_are_those_of_torchrun(monkeypatch):
     check(Config(), 8)
     monkeypatch.setenv("WORLD_SIZE", "3")
     check(Config())  # SLURM and containers set it, torchrun sets RANK
-    monkeypatch.setenv("RANK", "0")
+    for name, value in dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="= 196608"):
         check(Config())
