@@ -65,10 +65,10 @@ def kind_of(model, name, p):
         return "embedding"
     if p.dim() == 2 and name.startswith("head"):  # of a second head too
         return "head"
-    is_matrix = p.dim() in (2, 3) and min(p.shape[-2:]) > 1  # 3: a stack of matrices
-    if is_matrix and not isinstance(layer, torch.nn.modules.conv._ConvNd):
-        return "matrix"
-    return "vector"  # biases, norms, gates, single rows, convolutions
+    is_convolution = isinstance(layer, torch.nn.modules.conv._ConvNd)
+    if is_convolution or p.dim() not in (2, 3) or 1 in p.shape[-2:]:
+        return "vector"  # so are biases, norms, gates and single rows
+    return "matrix"  # or, of three dimensions, a stack of matrices
 
 
 def build(name, groups, model, cfg):
@@ -275,8 +275,10 @@ def divided(weight, counts):
         held = []
         for r in range(size):
             first, last = rows_of(weight, r)
-            held.append(len(range(max(begin, first * each), min(end, last * each))))
-        found.append(Matrix(weight, (rows, weight.size(-1)), held, held[rank]))
+            common = range(max(begin, first * each), min(end, last * each))
+            held.append(len(common))
+        shape = rows, weight.size(-1)
+        found.append(Matrix(weight, shape, held, held[rank]))
     return found
 
 
@@ -294,7 +296,8 @@ class Muon(torch.optim.Optimizer):
         self.warmup = warmup
         self.matrices = {}  # {parameter: [Matrix]}
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
-            self.state[p] = dict(step=torch.zeros(1, device=p.device), momentum=torch.zeros_like(p))
+            step = torch.zeros(1, device=p.device)
+            self.state[p] = dict(step=step, momentum=torch.zeros_like(p))
             self.matrices[p] = divided(p, counts[p])
         _, ranks, _ = ranks_of(p)
         self.batches = []  # of matrices of one shape up to transposition
@@ -322,7 +325,8 @@ class Muon(torch.optim.Optimizer):
             return
         steps = [self.state[p]["step"] for p in weights]
         torch._foreach_add_(steps, 1)
-        momentum = 0.85 + 0.1 * (steps[0] / max(1, self.warmup)).clamp(max=1)
+        warm = (steps[0] / max(1, self.warmup)).clamp(max=1)
+        momentum = 0.85 + 0.1 * warm
         dtype = torch.bfloat16 if weights[0].is_cuda else None
         updates = {p: torch.empty_like(local(p), dtype=dtype) for p in weights}
         for some, _ in lists:
@@ -331,8 +335,9 @@ class Muon(torch.optim.Optimizer):
             self.update_momentum(moments, grads, [updates[p] for p in some], momentum)
         rows = {}  # {Matrix: the rows of its update on this rank}
         for p, update in updates.items():
-            own = update.flatten(0, -2).split([matrix.here for matrix in self.matrices[p]])
-            rows.update(zip(self.matrices[p], own))
+            matrices = self.matrices[p]
+            own = update.flatten(0, -2).split([m.here for m in matrices])
+            rows.update(zip(matrices, own))
         for batch in self.batches:  # with collective operations, in one order on all ranks
             orthogonalize_updates([matrix for matrix in batch if matrix in rows], rows)
         for some, rates in lists:

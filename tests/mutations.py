@@ -46,7 +46,7 @@ MUTATIONS = [
              "small gradients are scaled up", "test_parallel.py -k clipped"),
     Mutation("optim.py", 'group["lr"] = group.get("factor", 1.0) * lr', 'group["lr"] = lr',
              "groups lose their own rates", "test_optim.py"),
-    Mutation("optim.py", "momentum = 0.85 + 0.1 * (", "momentum = 0.95 + 0 * (",
+    Mutation("optim.py", "momentum = 0.85 + 0.1 * warm", "momentum = 0.95 + 0 * warm",
              "Muon's momentum does not warm up", "test_optim.py -k naive"),
     Mutation("optim.py", "torch.where(u * w > 0, w, 0)", "w",
              "Muon decays what its update lets grow", "test_optim.py -k naive"),
