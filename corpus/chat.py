@@ -191,6 +191,10 @@ def normalized(messages):
                 message["content"] = content = "".join(part["text"] for part in content)
             if not isinstance(content, str) and "tool_calls" not in message:
                 raise TypeError(f"no text in {given!r:.60}")
+            for call in message.get("tool_calls", []):
+                function = call.get("function", call)
+                if isinstance(function["arguments"], str):  # of JSON, which a template writes again
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
             role = message["role"]
             found.append(message | {"role": ROLES.get(role.lower(), role)})
     return found

@@ -272,7 +272,16 @@ def file_of(name):
 def beside(folder):
     """Paths of the files that go with a folder's tokenizer and may be copied."""
     paths = [Path(folder, name) for name in BESIDE] if folder else []
-    return [path for path in paths if path.is_file()]
+    return [path for path in paths if path.is_file() and not leads_out(path)]
+
+
+def leads_out(path):
+    """Whether a file is a link to one of another folder, which may be no one else's to see.
+
+    A hub's cache consists of links, into its own blobs/.
+    """
+    to = path.resolve().parent
+    return to != path.parent.resolve() and to.name != "blobs"
 
 
 def read_beside(folder, name):
