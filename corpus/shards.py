@@ -116,6 +116,8 @@ def find_shards(folder, split, known):
             f"data_dir={folder} is no folder that exists; {MAKE_DATA}, or ./quickstart.sh makes one"
         )
     names = {name for name in os.listdir(folder) if split_of(name) == split}
+    if len(names) > 1 and f"{split}.bin" in names:
+        raise DataError(f"{folder} holds {split}.bin beside other shards; keep one kind of the two")
     wrong = names ^ {name for name in known if split_of(name) == split}
     if known and wrong:
         raise DataError(

@@ -125,7 +125,7 @@ def refuse_other_tokenizer(cfg, tokenizer):
         sizes = read_token_bytes(folder)
         if name == tokenizer or sizes is None:
             continue
-        if not np.array_equal(tokenizers.read(tokenizer).token_bytes(), sizes):
+        if not np.array_equal(tokenizers.load(tokenizer).token_bytes(), sizes):
             raise DataError(
                 f"data_dir={folder} was tokenized with {name}, the weights of "
                 f"init_from={cfg.init_from} use {tokenizer}; make the data again with "

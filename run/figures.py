@@ -22,6 +22,7 @@ class Figures:
         self.batch_tokens = batch_tokens
         self.ranks = ranks
         self.names = None
+        self.compared = False  # the names, among the ranks
 
     def sums(self, part, count, extras):
         """The sums of a micro-step.
@@ -30,7 +31,6 @@ class Figures:
         """
         names = sorted(extras)
         if self.names is None:
-            agreement.same_on_all_ranks({"extras of GPT.forward": names})
             self.names = names
         if names != self.names:
             raise UserError(f"GPT.forward returned the extras {names}, at first {self.names}")
@@ -46,8 +46,11 @@ class Figures:
         """The Means of a step over all ranks.
 
         norm: of the gradients; own: {name: a further number of this rank}. It takes one all-reduce,
-        for which no host waits.
+        for which no host waits, except in the first step, when the ranks compare extras.
         """
+        if not self.compared:
+            self.compared = True
+            agreement.same_on_all_ranks({"extras of GPT.forward": self.names})
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
         loss = totals[0].float()  # whose device and dtype all have

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.tensor import DTensor
 
+from corpus import as_user_error
 from run import source
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
@@ -150,9 +151,12 @@ class Proof:
         if any(calls != self.calls for calls in parallel.gather_objects(self.calls)):
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
-        self.built = self.build(cfg, self.weights)
-        totals = self.accumulate(self.built)
-        built = self.step(self.built, totals, self.plain["gradient"])
+        modes = ", ".join(f"{name}={getattr(cfg, name)}" for name in OFF)
+        # an error ends this rank, for which the others may wait in a collective: torchrun ends them
+        with as_user_error(f"with {modes} model.py fails", advice=" (docs/experiment.md)"):
+            self.built = self.build(cfg, self.weights)
+            totals = self.accumulate(self.built)
+            built = self.step(self.built, totals, self.plain["gradient"])
         wrong = []
         for what, limit in LIMITS.items():
             error, name = largest_error(built[what], self.plain[what])

@@ -67,19 +67,6 @@ class LostRank(UserError):
     follows = True
 
 
-# what a text of PyTorch's says, and what there is to do
-HINTS = {
-    "Sharding propagation failed": (
-        "an operation does not run on rows of a tensor (DTensor), such as an optimizer's; "
-        "try --parallel=ddp"
-    ),
-    "mixed torch.Tensor and DTensor": (
-        "a parameter is used where FSDP2 has not gathered it; "
-        "call the block or the model (docs/experiment.md)"
-    ),
-}
-
-
 @contextlib.contextmanager
 def errors_explained(cfg, world):
     """Turns errors of the machine and of PyTorch into a UserError that says what to do."""
@@ -93,9 +80,6 @@ def errors_explained(cfg, world):
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
             why = f"{first_line(error)} (timeout_s={cfg.timeout_s})"
             raise LostRank(f"lost another rank: {why}") from None
-        for text, hint in HINTS.items():
-            if text in str(error):
-                raise UserError(f"parallel={cfg.parallel}: {first_line(error)}: {hint}") from None
         inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
         if inner:
             why = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
