@@ -41,7 +41,7 @@ OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narro
 # each mode's value without it, and what breaks it most often
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}
 CAUSES = {
-    "remat": "a block that runs twice changes what it keeps or is given, or draws other numbers",
+    "remat": "a block lacks attn.core or mlp.core, changes what it keeps, or draws other numbers",
     "context_parallel": "tokens mix outside attn.core or in the loss, or a core depends on heads",
     "parallel": "a block reads or shares another one's weights, or an update needs whole matrices",
 }

@@ -16,7 +16,7 @@ LAYERS = (modes.COMPILED, modes.SAMPLED, modes.CONTEXT)  # which is over shards
 LOSS = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, modes.DDP)
 # refused with context parallelism: an edit for which a rank needs more than its part of a row
 MIXES = {modes.CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where weights are zero
-NO_CORE = {modes.SELECTIVE: "model.py's block has none; try --remat=block"}
+NO_CORE = {modes.SELECTIVE: "a block lacks attn.core or mlp.core"}
 
 
 def shelved(name, what, modes, edits=None, **more):
