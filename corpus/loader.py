@@ -140,8 +140,10 @@ class TokenLoader:
         # this thread starts on GPU 0, where pinning would allocate a context
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        for own in itertools.count(row + self.rank * self.B, self.world * self.B):
-            yield self._batch([self._read(own + i) for i in range(self.B)])
+        own = row + self.rank * self.B
+        for first in itertools.count(own, self.world * self.B):
+            rows = range(first, first + self.B)
+            yield self._batch(map(self._read, rows))
 
     def _read(self, row):
         """As FolderRows.read, of a row of the run, from the folder whose turn it is."""
@@ -185,7 +187,8 @@ class TokenLoader:
             )
         for first in range(0, rows, self.world * self.B):
             own = first + self.rank * self.B
-            starts = [row * self.T if row < rows else 0 for row in range(own, own + self.B)]
+            places = range(own, own + self.B)
+            starts = [row * self.T if row < rows else 0 for row in places]
             batch = self._batch([shards.read(start, self.T + 1) for start in starts])
             x, y = self._to_device(batch)
             y[max(0, rows - own) :] = -100

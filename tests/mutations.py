@@ -53,7 +53,7 @@ MUTATIONS = [
     Mutation("optim.py", "share = state.tokens / cfg.max_tokens",
              "share = state.step / cfg.max_steps", "a run in tokens ends by steps",
              "test_schedule.py"),
-    Mutation("corpus/loader.py", "count(row + self.rank * self.B,", "count(row,",
+    Mutation("corpus/loader.py", "own = row + self.rank * self.B", "own = row",
              "every rank reads the first rank's rows", "test_loader.py -k global_batch"),
     Mutation("corpus/loader.py", "y[i] = ids[1:]", "y[i] = ids[:-1]",
              "targets are the inputs", "test_loader.py -k global_batch"),
