@@ -27,15 +27,12 @@ class Linear(nn.Linear):
 
 
 @operation(forms.qkv)  # by a Linear without hooks
-def qkv(x, layer, heads, head_dim, separate_v=False):
+def qkv(x, layer, heads, head_dim):
     """q, k and v by one layer; x: (B, T, C), heads: how many each has -> (B, H, T, D) each.
 
-    They are views of one tensor. With separate_v, v is a copy: keeping it does not keep q and k.
+    They are views of one tensor.
     """
-    q, k, v = layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
-    if separate_v:
-        v = v.transpose(1, 2).contiguous().transpose(1, 2)
-    return q, k, v
+    return layer(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).split(heads, dim=1)
 
 
 def gelu(x):

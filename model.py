@@ -127,6 +127,13 @@ class Unchanged(nn.Module):
         return x
 
 
+class SeparateValues(nn.Module):
+    """Copies v, a view of what qkv made, so that keeping it does not keep q and k."""
+
+    def forward(self, v, _):
+        return v.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class Attention(nn.Module):
     core = staticmethod(kernels.attention)  # tokens mix here alone
 
@@ -140,16 +147,15 @@ class Attention(nn.Module):
         self.rope, self.values = rope, Unchanged()
         if layer in cfg.value_layers:
             self.values = ValueEmbedding(cfg.padded_vocab, cfg.kv_heads * cfg.head_size)
-        # q, k and v are views of one tensor, which a copy of v lets be freed where nothing else
-        # needs it: RoPE makes other q and k, but the backward of their norms needs those before
-        q_and_k_change = cfg.positions == "rope" and not cfg.qk_norm
-        self.separate_v = q_and_k_change and layer not in cfg.value_layers
+        elif cfg.positions == "rope" and not cfg.qk_norm:
+            # RoPE makes other q and k, so that nothing needs those before, but for their norms
+            self.values = SeparateValues()
         self.gate = HeadGate(cfg) if cfg.attention_gate else Unchanged()
         self.proj = Linear(cfg.attention_width, cfg.n_embd, bias=cfg.bias)
         self.proj.init_std = residual_std(cfg)
 
     def forward(self, x, idx, positions):
-        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim, self.separate_v)
+        q, k, v = kernels.qkv(x, self.qkv, self.heads, self.head_dim)
         q, k = self.rope(q, k, self.q_norm, self.k_norm, positions)  # (B, H, T, D), also v
         v = self.values(v, idx)
         y = self.core(q, k, v, self.backend, self.dropout * self.training)

@@ -160,20 +160,15 @@ def linear(_, layer, x):
     return fast.linear.LinearFunction.apply(operand(x), weight_of(layer), layer.bias, tune)
 
 
-def qkv(_, x, layer, heads, head_dim, separate_v=False):
+def qkv(_, x, layer, heads, head_dim):
     unless = {OTHER_LAYER: has_hooks_or_own_forward(layer)}
     if not fused("qkv", x, layer, unless=unless):
         return None
+    x = operand(x)
     if in_fp8(x, layer):
-        q, k, v = fast.fp8.QKV.apply(operand(x), heads, head_dim, *fast.fp8.operands(layer))
-    else:
-        tune = torch.is_grad_enabled()
-        q, k, v = fast.linear.QKV.apply(
-            operand(x), weight_of(layer), layer.bias, heads, head_dim, tune
-        )
-    if separate_v:
-        v = v.transpose(1, 2).contiguous().transpose(1, 2)
-    return q, k, v
+        return fast.fp8.QKV.apply(x, heads, head_dim, *fast.fp8.operands(layer))
+    tune = torch.is_grad_enabled()
+    return fast.linear.QKV.apply(x, weight_of(layer), layer.bias, heads, head_dim, tune)
 
 
 def kind_of(activation):
