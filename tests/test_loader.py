@@ -110,6 +110,8 @@ def test_nanogpt_files(data, tmp_path):
     for content in (b"x" * 2001, b"", stream.astype("<u4").tobytes()):
         (tmp_path / "train.bin").write_bytes(content)
         refused(DataError, "train.bin is damaged", TokenLoader, tmp_path, "train", 2, 8)
+    write_shard(tmp_path / "x_train_000001.bin", stream[:50])
+    refused(DataError, "keep one kind", TokenLoader, tmp_path, "train", 2, 8)
 
 
 def naive_rows(stream, T, seed=None):
