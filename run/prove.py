@@ -151,9 +151,9 @@ class Proof:
         if any(calls != self.calls for calls in parallel.gather_objects(self.calls)):
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
-        modes = ", ".join(f"{name}={getattr(cfg, name)}" for name in OFF)
+        modes = [f"{n}={getattr(cfg, n)}" for n, off in OFF.items() if getattr(cfg, n) != off]
         # an error ends this rank, for which the others may wait in a collective: torchrun ends them
-        with as_user_error(f"with {modes} model.py fails", advice=" (docs/experiment.md)"):
+        with as_user_error(f"{', '.join(modes)}: model.py fails", advice=" (docs/experiment.md)"):
             self.built = self.build(cfg, self.weights)
             totals = self.accumulate(self.built)
             built = self.step(self.built, totals, self.plain["gradient"])
