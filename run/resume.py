@@ -82,8 +82,6 @@ class Start:
     def prepare_out_dir(self):
         """On rank 0: clears out_dir for a new run, and keeps the code of this run in it."""
         with files.writable(self.out_dir):
-            # another run may have made out_dir, and filled it, since `choose`
-            self.refuse_what_is_in_the_way()
             if self.cfg.resume == "none":  # then nothing that is there is to be kept
                 for folder in folders(self.out_dir):
                     remove(folder)
