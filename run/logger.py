@@ -143,7 +143,8 @@ class Logger:
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
         finite = json.loads(json.dumps(values, default=float), parse_constant=lambda _: None)
         if self.file:
-            self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            with files.writable(self.cfg.out_dir):
+                self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb and kind != "start":  # which has no figures of a step
             figures = {f"{kind}/{name}": value for name, value in finite.items()}
             with self.or_without_wandb():
@@ -275,7 +276,9 @@ class Logger:
 
     def _judge(self, step, loss, norm):
         """Warns of a step that was skipped, or of a spike; ends the run where that is too much."""
-        if loss is None:  # no token of the step was a target
+        if loss is None:
+            what = "no token of its rows is a target, the weights move by momentum and decay alone"
+            self.warn(f"step {step}: {what}")
             return
         fp16 = self.cfg.precision == "fp16"  # whose scaler skips steps by their norm
         if math.isfinite(loss) and (fp16 or math.isfinite(norm)):
