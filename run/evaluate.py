@@ -54,7 +54,7 @@ def sums_of_rows(model, x, y, positions=None, token_bytes=None):
     loss, count, _ = model(x, y, positions, "rows")
     count = torch.as_tensor(count, device=x.device).view(-1)
     if len(count) == 1:
-        y = y.view(1, -1)
+        y = y.reshape(1, -1)
     text = torch.full(count.shape, torch.nan, device=x.device)
     if token_bytes is not None:
         real = y >= 0

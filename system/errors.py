@@ -117,7 +117,14 @@ def leave_with(torchrun):
 
 def run(main, cfg):
     """Runs main(cfg), which may return an exit code, and ends the process."""
-    leave(main(cfg) or 0)
+    try:
+        code = main(cfg) or 0
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not launched():
+            raise
+        # here, as torch.distributed's hook keeps what ours prints until it returns
+        explain(type(error), error, error.__traceback__)
+    leave(code)
 
 
 def explain(kind, error, trace):

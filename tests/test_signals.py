@@ -90,7 +90,7 @@ def check_told(done, code, line):
     ("memory", 2, "error: rank 1: out of memory: "),
     slow("mistake", 1, "error: rank 1: Traceback"),
     slow("forward", 1, "error: rank 1: Traceback"),
-    slow("leaves", 0, "error: lost another rank: "),
+    slow("leaves", 1, "error: rank 1: Traceback"),
     slow("dies", -9, None),  # of which torchrun's report tells
     slow("hangs", -9, r"error: lost another rank: .*Timed out"),
 ])  # fmt: skip

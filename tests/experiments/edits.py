@@ -33,7 +33,7 @@ LOADER = "    loader = make_loader(cfg, world)\n"
 STATE_CLASS = "@dataclasses.dataclass\nclass State:\n"
 STATE = "    state = training.state\n"
 CLIP = "        norm = training.normalize_and_clip(totals)\n"
-UPDATE = "        training.update()\n"
+UPDATE = "        training.update(totals, norm)\n"
 
 # -- what the edits write there
 
