@@ -186,6 +186,24 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("ab")
 
 
+@pytest.mark.fault(97)
+def test_what_a_strangers_links_name_is_not_copied_out(tmp_path):
+    """But a hub's cache consists of links, into its own blobs/."""
+    folder, cache = tmp_path / "folder", tmp_path / "models--a/snapshots/1"
+    secret, blob = tmp_path / "secret.json", tmp_path / "models--a/blobs/2"
+    for path in (folder, cache, blob.parent):
+        path.mkdir(parents=True)
+    secret.write_text('{"key": "of another"}')
+    blob.write_text('{"eos_token": "a"}')
+    for place, to, copied in ((folder, secret, False), (cache, blob, True)):
+        tokenizer.write_characters([["abc"]], place / "tokenizer.json")
+        (place / "tokenizer_config.json").symlink_to(to)
+        cfg = Config(**SMALL, tokenizer=str(place))
+        saved = save_model(tmp_path / f"run_{copied}", build(cfg, CPU, seed=1), cfg, 1)
+        assert (saved / "tokenizer.json").exists()
+        assert (saved / "tokenizer_config.json").exists() == copied
+
+
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("time", [0, *map(repeated, range(1, 20))])
 def test_an_error_after_ddp_ends_every_rank(data_dir, tmp_path, time):
