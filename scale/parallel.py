@@ -171,17 +171,24 @@ def sync_gradients(model, on):
         model.set_requires_all_reduce(on)
         for unit in model.unsharded_units:
             unit.set_reshard_after_backward(on, recurse=False)
-    if on and isinstance(model, (DistributedDataParallel, fsdp.FSDPModule)):
-        refuse_changes(model)
+    if on:
+        divided = isinstance(model, (DistributedDataParallel, fsdp.FSDPModule))
+        refuse_changes(model, may_freeze=not divided)
 
 
-def refuse_changes(model):
+def refuse_changes(model, may_freeze=False):
     """Raises UserError if a parameter was frozen or thawed after the model was built.
 
-    DDP, FSDP2 and a CUDA graph have recorded which parameters are trained.
+    DDP, FSDP2 and a CUDA graph have recorded which parameters are trained, and the optimizer lacks
+    those that were frozen. may_freeze: freezing one is right, as it is without these three. Under
+    FSDP2 a hook on a parameter's gradient is an error as well.
     """
     for name, p, before in model.trained:
-        if p.requires_grad != before:
+        if isinstance(model, fsdp.FSDPModule) and p._backward_hooks:
+            what = f"{name} has a hook on its gradient, which FSDP2 does not call"
+            raise UserError(f"{what}; change it in train.py, in Training.normalize_and_clip")
+        freezes = may_freeze and not p.requires_grad
+        if p.requires_grad != before and not freezes:
             what = f"requires_grad of {name} is {p.requires_grad}, and was {before}"
             raise UserError(f"{what} when the model was built; set it in GPT.__init__")
 
