@@ -46,7 +46,9 @@ def estimate(cfg, ranks):
         # updates of the blocks' matrices, beside all gradients
         update["updates"] = 2 * cfg.n_layer * block / shards
 
-    if sharded and not several_micro_steps:  # gradients grow while activations are freed
+    alone = ranks == 1 and not cfg.cuda_graph  # whose graph holds all gradients
+    if (sharded or alone) and not several_micro_steps:
+        # gradients grow while activations are freed
         backward["gradients"] = max(0, backward["gradients"] - activations)
     elif cfg.offload_states and cfg.parallel == "hsdp":
         # added up on the GPU until the last micro-step

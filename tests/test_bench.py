@@ -92,6 +92,8 @@ llama3_8b_one_gpu 60.4
 llama3_8b_one_gpu 74.4 remat=none
 llama3_8b_one_gpu 75.0 remat_every=2 precision=fp8
 llama3_8b_one_gpu 62.5 block_size=20480 batch_size=4 batch_tokens=81920 remat=attention remat_offload
+llama3_8b_one_gpu 53.9 block_size=32768 batch_tokens=32768 remat=attention
+llama3_8b_128k_one_gpu 57.9 init_from=None
 llama3_8b_128k_one_gpu 60.9 document_mask=True remat=block
 llama3_70b 102.7 n_layer=4 parallel=ddp remat=none batch_size=1 batch_tokens=32768
 llama3_8b 63.6 batch_tokens=262144 reduce_dtype=bf16 ranks=4
