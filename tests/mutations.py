@@ -38,6 +38,8 @@ MUTATIONS = [
     Mutation("train.py", "generators.seed(cfg.seed + world.rank)  # dropout differs by rank",
              "generators.seed(cfg.seed)", "a rank's seed: all ranks drop out alike",
              "test_parallel.py -k own_numbers"),
+    Mutation("train.py", "may_skip and not parallel.all_finite", "may_skip and parallel.all_finite",
+             "a step that is not finite is taken", "test_train.py -k skipped_bitwise"),
     Mutation("optim.py", "peak * (step + 1) / cfg.warmup_steps", "peak * step / cfg.warmup_steps",
              "the rate of the step before", "test_optim.py -k schedules"),
     Mutation("optim.py", "dist.all_reduce(square,", "dict(unused=square,",
