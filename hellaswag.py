@@ -76,6 +76,8 @@ def parse(data, where):
             examples.append({"ctx": example["ctx"], "endings": example["endings"], "label": label})
         except (ValueError, LookupError, TypeError) as error:  # as of bytes that are no UTF-8
             raise DataError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
+    if not examples:
+        raise DataError(f"{where}: no examples in it; expected an object of JSON a line")
     return examples
 
 

@@ -39,7 +39,7 @@ UNITS = {"loss": "nats a token", "bpb": "bits per byte"}
 BEGINNING = 0.1
 END = 0.6  # part of the axis from which on the second panel shows the end of several runs
 # kinds of lines that are not evaluations of your own
-OURS = "start train val hellaswag sample saved done stopped spike".split()
+OURS = "start train val hellaswag sample saved done stopped skipped spike".split()
 # Blue, orange, green, pink, ochre and sky, which follow Okabe and Ito's: the colour-blind can tell
 # them apart.
 LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b8528c", "#b07d00", "#3a9bd6"]

@@ -129,7 +129,7 @@ class Training:
         return optim.clip_gradients(self.state.model, self.cfg.clip, factor)
 
     def update(self, totals, norm):
-        """A step of the optimizer; none where loss or norm is not finite and may be skipped."""
+        """A step of the optimizer; with max_skipped_steps none if loss or norm is not finite."""
         state = self.state
         # fp16's scaler leaves such a step out by itself; here the host waits for the device
         may_skip = self.cfg.max_skipped_steps and self.cfg.precision != "fp16"

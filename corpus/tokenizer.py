@@ -276,9 +276,9 @@ def beside(folder):
 
 
 def leads_out(path):
-    """Whether a file is a link to one of another folder, which may be no one else's to see.
+    """Whether a file is a link out of its folder: a stranger's may name any file of this machine.
 
-    A hub's cache consists of links, into its own blobs/.
+    But a hub's cache consists of links, into its own blobs/.
     """
     to = path.resolve().parent
     return to != path.parent.resolve() and to.name != "blobs"

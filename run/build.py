@@ -261,7 +261,7 @@ def open_initial_weights(cfg):
         name = name.removeprefix("hf:")
         agreement.weights(hf.fetch(name))
         saved = hf.open_hf(name)
-    else:  # checkpoint.find compares the manifest over ranks
+    else:  # open_whole compares the manifest over ranks
         saved = checkpoint.open_model(name)
     if cfg.tokenizer and saved.tokenizer:  # of the data, which bench.py does not read
         refuse_other_tokenizer(cfg, saved.tokenizer)

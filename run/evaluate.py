@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import optim
+from corpus import DataError
 from run.logger import progress
 from run.signals import Stopped
 from scale import context_parallel, generators, parallel
@@ -16,7 +17,7 @@ from system.errors import UserError, is_rank_0
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
-TAKEN = {"train", "start", "saved", "spike", "done", "stopped"}
+TAKEN = {"train", "start", "saved", "skipped", "spike", "done", "stopped"}
 
 
 @torch.no_grad()
@@ -30,10 +31,13 @@ def score_rows(model, loader, tokens, own_tokens=lambda x, y: (x, y), check=lamb
     """
     rows = loader.eval_rows(tokens)
     batches = math.ceil(rows / (loader.world * loader.B))
+    token_bytes = loader.token_bytes
+    if token_bytes is not None:
+        token_bytes = torch.as_tensor(token_bytes, device=parallel.device_of(model))
     found = []
     for x, y in progress(loader.eval_batches(tokens), "validation", batches):
         check()
-        found.append(sums_of_rows(model, *own_tokens(x, y), token_bytes=loader.token_bytes))
+        found.append(sums_of_rows(model, *own_tokens(x, y), token_bytes=token_bytes))
     found = torch.stack(found)
     table = found.new_zeros(batches, loader.world, *found.shape[1:])
     table[:, loader.rank] = found
@@ -49,7 +53,7 @@ def sums_of_rows(model, x, y, positions=None, token_bytes=None):
     """Sums over the targets of each row of a forward.
 
     (3, B): the loss in nats, the targets, bytes of their text (NaN: unknown); (3, 1) of a loss of
-    one's own that knows no rows. token_bytes: (V,), or None.
+    one's own that knows no rows. token_bytes: a tensor (V,), or None.
     """
     loss, count, _ = model(x, y, positions, "rows")
     count = torch.as_tensor(count, device=x.device).view(-1)
@@ -58,9 +62,9 @@ def sums_of_rows(model, x, y, positions=None, token_bytes=None):
     text = torch.full(count.shape, torch.nan, device=x.device)
     if token_bytes is not None:
         real = y >= 0
-        sizes = torch.as_tensor(token_bytes, device=x.device)[y.clamp(min=0)]
+        sizes = token_bytes[y.clamp(min=0)] * real
         # of the targets that a forward leaves out, or adds, nobody knows the bytes
-        text = torch.where(count == real.sum(1), (sizes * real).sum(1), text)
+        text = torch.where(count == real.sum(1), sizes.sum(1), text)
     nats = torch.where(count > 0, loss * count, 0.0)  # the mean of no target may be NaN
     return torch.stack([nats, count, text])
 
@@ -256,7 +260,7 @@ def add_hellaswag(evaluations, cfg, tokenizer):
     if is_rank_0():
         try:
             examples = hellaswag.load(cfg.hellaswag_file)
-        except hellaswag.DataError as error:
+        except DataError as error:
             if cfg.hellaswag_file:
                 raise
             evaluations.log.warn(f"{error}; this run goes on without")

@@ -110,10 +110,10 @@ class Logger:
         # a kill may have cut the last line short: it would spoil the next one
         self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
         if self.cfg.wandb:
-            with self.or_without_wandb():
-                self.start_wandb(out_dir, config)
+            with self._or_without_wandb():
+                self._start_wandb(out_dir, config)
 
-    def start_wandb(self, out_dir, config):
+    def _start_wandb(self, out_dir, config):
         import wandb
 
         kept = out_dir / "wandb_id"  # with which a resumed run goes on
@@ -131,7 +131,7 @@ class Logger:
         self.wandb.define_metric("*", step_metric="step")
 
     @contextlib.contextmanager
-    def or_without_wandb(self):
+    def _or_without_wandb(self):
         """Where wandb fails, for which it has many types of errors, training goes on without it."""
         try:
             yield
@@ -147,7 +147,7 @@ class Logger:
                 self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb and kind != "start":  # which has no figures of a step
             figures = {f"{kind}/{name}": value for name, value in finite.items()}
-            with self.or_without_wandb():
+            with self._or_without_wandb():
                 self.wandb.log({"step": step, **figures})
 
     def start(self, state, rows, given, analysis):
@@ -190,7 +190,7 @@ class Logger:
         show([(kind, took), ("checkpoint", kept)], self.print)
         self.record(kind, step)  # the last line, which a run that was killed lacks
         if self.wandb:
-            with self.or_without_wandb():
+            with self._or_without_wandb():
                 self.wandb.finish()
 
     def elapsed(self, step):

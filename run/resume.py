@@ -59,7 +59,7 @@ class Start:
         return self.folder.resolve().parent == self.out_dir.resolve()
 
     def compare(self):
-        """Raises UserError unless the checkpoint has this model, optimizer, dtype and length."""
+        """Raises UserError unless the checkpoint has this model, optimizer and dtype."""
         saved = self.state["config"]
         wrong = shape_of(saved).differences(self.cfg)
         wrong += changed(saved, self.cfg, FIXED_AT_RESUME)

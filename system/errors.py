@@ -122,7 +122,7 @@ def run(main, cfg):
     except BaseException as error:
         if isinstance(error, SystemExit) and not launched():
             raise
-        # here, as torch.distributed's hook keeps what ours prints until it returns
+        # not left to sys.excepthook: torch.distributed's captures what an older hook prints
         explain(type(error), error, error.__traceback__)
     leave(code)
 

@@ -123,13 +123,14 @@ def test_the_raw_file_is_read_its_line_separators_and_text_labels_too(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (None, "No such file or directory"),
+    (b"", "no examples in it"),
     (b'{"ctx": "a", "endings"', ":1: not an example"),
     (b'{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', ":1: not an example"),
     (b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', ":1: not an example"),
     (b'{"ctx": "\xff"}', ":1: not an example"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path, content, words):
-    if content:
+    if content is not None:
         (tmp_path / "h.jsonl").write_bytes(content)
     error = refused(DataError, words, hellaswag.load, tmp_path / "h.jsonl")
     assert error.exit_code == 3 and "h.jsonl" in str(error)

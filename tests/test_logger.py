@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -11,9 +12,11 @@ import pytest
 import ranks
 import saved
 import torch
-from conftest import flags, read_log, train_here
+from conftest import ROOT, flags, read_log, train_here
 
+import plot
 from run import logger
+from run.evaluate import TAKEN
 from run.figures import Figures
 from run.logger import SETTLED, Logger
 from scale.parallel import World
@@ -124,3 +127,9 @@ def test_a_run_whose_folder_is_removed_ends_at_its_next_save(data_dir, tmp_path,
     monkeypatch.setattr(Logger, "step", step)
     with pytest.raises(saved.Error, match="cannot be written"):
         train_here(data_dir, tmp_path / "run", max_steps=5, save_interval=2)
+
+
+def test_no_evaluation_has_the_name_of_a_line_of_the_log():
+    """Nor does plot.py draw such lines as somebody's own evaluation."""
+    written = set(re.findall(r'record\("(\w+)"', (ROOT / "run/logger.py").read_text()))
+    assert {"train", "skipped", "spike"} <= written <= TAKEN < {*plot.OURS}
