@@ -79,7 +79,7 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
     both = dict(parallel="hsdp")  # which shards within a node, so that each holds a copy
     one, cut, logs = tmp_path / "one", tmp_path / "cut", [tmp_path / "kept", tmp_path / "lost"]
     train_here(data_dir, one, **settings)
-    endless = settings | both | dict(max_steps=10**6, timeout_s=60)
+    endless = settings | both | dict(max_steps=10**6, timeout_s=40)
     words = flags(data_dir, cut, **endless)
     kept, lost = running = start_nodes(words, logs, each=2, numbered=True)
     try:
