@@ -13,6 +13,7 @@ import fast
 import kernels
 import model as models
 from fast import cublas, forms, gradients
+from fast.chips import best_attention
 from run import flops
 from settings import GPTConfig
 
@@ -192,6 +193,41 @@ def test_ropes_tables_may_have_gradients(monkeypatch):
     with flops.OperationCounter("cuda", torch.bfloat16) as seen:
         kernels.rope(torch.randn(2, 3, 5, 8), nn.Identity(), *tables)
     assert seen.calls["rope", forms.UNUSUAL_TABLES] == 1
+
+
+def attention_inputs(kv_heads, device):
+    shapes = (2, 8, 333, 64), *[(2, kv_heads, 333, 64)] * 2
+    return [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_attention_of_few_key_heads(kv_heads, device="cuda"):
+    """By a run's backend, against float64; cuDNN's was wrong on B200s (pytorch#193893)."""
+    own = attention_inputs(kv_heads, device)
+    exact = [x.detach().double().requires_grad_() for x in own]
+    y = kernels.attention(*own, best_attention(torch.device(device))[0])
+    expected = kernels.attention(*exact, "math")
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    found = [y, *(x.grad for x in own)]
+    for a, b in zip(found, [expected, *(x.grad for x in exact)], strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+@pytest.mark.gpu
+def test_compiled_attention_drops_in_its_backward_what_its_forward_dropped(device="cuda"):
+    """The output is linear in v, so that <y, y> is <v, gradient> (pytorch#198333)."""
+    q, k, v = attention_inputs(2, device)
+    backend, _ = best_attention(torch.device(device))
+    compiled = torch.compile(lambda *tensors: kernels.attention(*tensors, backend, 0.5))
+    y = compiled(q, k, v)
+    y.backward(y.detach())
+    square = y.detach().float().square().sum()
+    product = (v.grad.float() * v.detach().float()).sum()
+    assert product.item() == pytest.approx(square.item(), rel=0.01)
+    assert square > 1.5 * kernels.attention(q, k, v, backend).float().square().sum()
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():
