@@ -48,10 +48,7 @@ def settings(cfg):
     own = dataclasses.asdict(cfg)
     del own["device"]
     for name in PLACES:
-        if own[name] is not None:
-            own[name] = "a path"
-    if own["resume"] not in ("none", "auto"):
-        own["resume"] = "a folder"
+        own[name] = own[name] is not None
     same_on_all_ranks(own | source.BEGAN | {"torch": torch.__version__})
 
 

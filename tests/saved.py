@@ -34,7 +34,7 @@ def problem(folder):
 def load(folder):
     """({kind: {name: tensor}}, state) of a checkpoint, the rows of all ranks put together.
 
-    Kinds are model, optimizer ("0/states/<parameter>/<state>"), own, rank00000.
+    Kinds are model, optimizer ("0/states/<parameter>/<state>"), own, rank.
     """
     tensors, state, _ = checkpoint.verified(Path(folder))
     read = {}
