@@ -95,24 +95,23 @@ class Saver:
         return self.pending is not None and self.pending.done()
 
     def wait(self):
-        """Waits for the save in progress, if there is one, and publishes it."""
+        """Waits for the save in progress, if there is one, and publishes it.
+
+        Where that fails on any rank, what was written is removed.
+        """
         if self.pending is None:
             return
         writing = self.pending
         self.pending = None
-        digests = parallel.gather_objects(self.or_removed(writing.result))
-        self.or_removed(self.publish, digests)
-        self.saved(self.last, self.final)
-
-    def or_removed(self, action, *arguments):
-        """As `everywhere`; where it fails, what was written is removed."""
         try:
-            return everywhere(action, *arguments)
+            digests = parallel.gather_objects(everywhere(writing.result))
+            everywhere(self.publish, digests)
         except UserError as error:
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
             advice = "earlier checkpoints are intact: --resume=auto goes on from them"
             raise CheckpointError(f"{self.final} cannot be written: {error}; {advice}") from None
+        self.saved(self.last, self.final)
 
     def publish(self, digests):
         """On rank 0: completes a folder and gives it its name. What had that name gets another one.
@@ -122,7 +121,12 @@ class Saver:
         if not self.world.main:
             return
         files.write_json(self.aside / "state.json", self.state)
-        self.copy_code_and_tokenizer()
+        source.record(self.aside)
+        tokenizer = tokenizers.file_of(self.state["config"].get("tokenizer") or "bytes")
+        if tokenizer and tokenizer.is_file():
+            shutil.copyfile(tokenizer, self.aside / "tokenizer.json")
+            for path in tokenizers.beside(tokenizer.parent):
+                shutil.copyfile(path, self.aside / path.name)
         manifest = {}
         for of_rank in digests:
             manifest |= of_rank
@@ -139,16 +143,6 @@ class Saver:
         os.rename(self.aside, self.final)
         files.sync(self.out_dir)
         self.prune()
-
-    def copy_code_and_tokenizer(self):
-        """Makes a checkpoint complete for another machine: what it needs beside its numbers."""
-        copies = {name: self.out_dir / name for name in source.KEPT}
-        if tokenizer := tokenizers.file_of(self.state["config"].get("tokenizer") or "bytes"):
-            copies |= {path.name: path for path in tokenizers.beside(tokenizer.parent)}
-            copies["tokenizer.json"] = tokenizer
-        for name, path in copies.items():
-            if path.is_file():
-                shutil.copyfile(path, self.aside / name)
 
     def evaluated(self, step, score):
         """Notes that the evaluations due at a step have run; score: the lower the better, or None.
@@ -227,12 +221,12 @@ def names_that_differ(tensors, values):
 
 @torch.no_grad()
 def write_files(aside, own):
-    """Writes {file name: {name: tensor or MergedTensor}} -> {file name: digest}."""
+    """Writes {file name: {name: tensor}} -> {file name: digest}."""
     digests = {}
     aside.mkdir(exist_ok=True)  # an error where out_dir was removed under the run
     for name, tensors in own.items():
         path = aside / name
-        tensors = {inner: tensor[...].cpu().contiguous() for inner, tensor in tensors.items()}
+        tensors = {inner: tensor.cpu().contiguous() for inner, tensor in tensors.items()}
         save_file(tensors, path)
         files.by_umask(path)
         files.sync(path)
@@ -252,18 +246,6 @@ def everywhere(action, *arguments):
         if found:
             raise found
     return result
-
-
-def save_merged(out_dir, step, tensors, state):
-    """Writes {group: {name: tensor or MergedTensor}} as a checkpoint of one file a group.
-
-    Returns its folder.
-    """
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=2)
-    own = {f"{group}.safetensors": of_group for group, of_group in tensors.items()}
-    saver.write(step, own, state)
-    return saver.final
 
 
 # -- found and read
@@ -306,12 +288,8 @@ def open_whole(path):
         # rank 0's, since another node may not see the folder, or have its own
         folder = parallel.gather_objects(max({*there} - tried, default=None))[0]
         if folder is None:
-            what = (
-                "expected a run's folder, or a step_*/ of it; of Hugging Face --pretrained=FOLDER"
-            )
-            raise CheckpointError(
-                f"{path}: no whole checkpoint there; {what} or --init_from=hf:FOLDER"
-            )
+            what = "no whole checkpoint there; expected a run's folder, or a step_*/ of it"
+            raise CheckpointError(f"{path}: {what} (of Hugging Face: --init_from=hf:FOLDER)")
         try:
             tensors, state, manifest = everywhere(verified, folder)
             if wrong := agreement.difference({"manifest.json": manifest}):
@@ -426,12 +404,6 @@ def shape_in(tensors, name, vocab_size):
     return shape
 
 
-def carried_tokenizer(folder):
-    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
-    path = Path(folder) / "tokenizer.json"
-    return str(path) if path.is_file() else None
-
-
 @dataclass
 class SavedModel:
     """A trained model, of which no weights are read yet."""
@@ -447,7 +419,10 @@ def open_model(path):
     folder, tensors, state = open_whole(path)
     warn(source.warning(folder))
     config = state["config"]
-    tokenizer = carried_tokenizer(folder) or config.get("tokenizer")
+    tokenizer = config.get("tokenizer")
+    carried = folder / "tokenizer.json"
+    if carried.is_file():
+        tokenizer = str(carried)
     masks = config.get("document_mask", False)
     return SavedModel(tensors["model"], shape_of(config), tokenizer, masks)
 

@@ -87,9 +87,8 @@ def refuse_what_is_in_the_way(cfg, start):
     kind = "saved" if cfg.resume == "auto" else "train"
     used = there or f'"kind": "{kind}"' in text
     goes_on = start.saved_at is not None and Path(cfg.resume) not in there[:-1]
-    foreign = any((out_dir / name).exists() for name in WRITTEN)
-    if (out_dir / "source.json").exists():  # they are a run's
-        foreign = False
+    a_runs = (out_dir / "source.json").exists()
+    foreign = not a_runs and any((out_dir / name).exists() for name in WRITTEN)
     if foreign or used and not goes_on:
         what = "holds a run or files that this run does not go on from and would overwrite"
         advice = "try --resume=auto, --overwrite or another --out_dir"
@@ -100,8 +99,6 @@ def compare(cfg, start):
     """Raises UserError unless the checkpoint has this model, optimizer and dtype."""
     saved = start.state["config"]
     wrong = shape_of(saved).differences(cfg) + changed(saved, cfg, FIXED_AT_RESUME)
-    if "leaves" not in start.state:
-        wrong.append("it holds weights alone")
     if wrong:
         advice = "give the settings of its run, or begin a new one with --init_from"
         raise CheckpointError(f"{start.folder} cannot be resumed: {'; '.join(wrong)}; {advice}")

@@ -132,7 +132,7 @@ def while_writing(before=None, after=None, put=setattr):
 
 
 def check_reads(check):
-    """Has check(shape, dtype, rows) called at each reading of a stored tensor.
+    """Has check(shape, dtype, rows) called at each reading of a tensor of several files.
 
     rows: a slice; None for all.
     """
