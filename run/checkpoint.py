@@ -194,10 +194,9 @@ def files_of_rank(tensors, values):
         own = found[f"{group}{suffix}.safetensors"] = {}
         for inner, tensor in of_group.items():
             name = f"{group}/{inner}"
-            differs = name in apart
-            if differs:
+            if name in apart:
                 alone[name] = tensor
-            if is_first_copy(tensor) and (not differs or group == "model"):
+            if is_first_copy(tensor) and (name not in apart or group == "model"):
                 own[inner] = local(tensor)
     return {name: own for name, own in found.items() if own}
 
@@ -208,7 +207,7 @@ def names_that_differ(tensors, values):
     Raises CheckpointError where ranks differ in what is no tensor.
     """
     if wrong := agreement.difference(values["leaves"] | {"the containers": values["tree"]}):
-        raise CheckpointError(f"{wrong}; a checkpoint may hold tensors alone that ranks have apart")
+        raise CheckpointError(f"{wrong}; in a checkpoint only tensors may differ by rank")
     own = {}
     for name, leaf in values["leaves"].items():
         if isinstance(leaf, dict) and not leaf["rows"]:
