@@ -293,11 +293,10 @@ def open_whole(path):
             tensors, state, manifest = everywhere(verified, folder)
             if wrong := agreement.difference({"manifest.json": manifest}):
                 raise CheckpointError(f"{folder}: {wrong}; all nodes must share the folder")
+            return folder, tensors, state
         except CheckpointError as error:
             warn(f"{error}; it is left in place")
             tried.add(folder)
-            continue
-        return folder, tensors, state
 
 
 def verified(folder):
