@@ -27,7 +27,7 @@ import itertools
 import torch
 
 import optim
-from run import agreement
+from run import agreement, resume
 from run.build import (
     COMPILED,
     build_model,
@@ -45,7 +45,6 @@ from run.figures import Figures
 from run.logger import LONG, Logger
 from run.pack import magnitudes
 from run.prove import prove
-from run.resume import Start
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
 from scale.cuda_graph import GraphedMicroStep
@@ -163,9 +162,9 @@ def train(cfg, world, watch, stack):
     agreement.settings(cfg)
     if writes:
         stack.enter_context(locked(cfg.out_dir))
-    start = Start(cfg)
+    start = resume.find(cfg)
     if cfg.dry_run:
-        cfg = try_out(cfg, world, start.step)
+        cfg = try_out(cfg, world, start.state["step"])
 
     # the data
     generators.seed(cfg.seed + world.rank)  # a loader of one's own may draw
@@ -182,7 +181,7 @@ def train(cfg, world, watch, stack):
         next_batch = itertools.cycle(micro_batches).__next__
 
     # the model, the optimizer and how a step is computed
-    training = Training(cfg, world, loader, start.weights, eot)
+    training = Training(cfg, world, loader, start.tensors.get("model"), eot)
     state = training.state
 
     # console and log, evaluations
@@ -195,12 +194,11 @@ def train(cfg, world, watch, stack):
     start.restore(state)
     source.check()  # that no source was edited while this process imported it
     if writes:
-        start.prepare_out_dir()
+        resume.prepare_out_dir(cfg)
     if not cfg.dry_run:
         log.open(start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     rows = [*chosen, *describe(cfg, training, start), *proved]
-    rows += [("warning", words) for words in start.warnings]
     log.start(state, rows, given, training.analysis)
     if cfg.compile:
         log.print(f"{'compiling':<12} {COMPILED}")

@@ -31,10 +31,10 @@ def difference(facts):
     for rank, own in enumerate(of_ranks):
         found = []
         for name in first | own:
-            here = own.get(name, "absent")
-            there = first.get(name, "absent")
+            here = own.get(name)  # None: absent
+            there = first.get(name)
             if here != there:
-                found.append(f"{name}={here[:40]} instead of {there[:40]}")
+                found.append(f"{name}={here!s:.40} instead of {there!s:.40}")
         if found:
             return f"rank {rank} has {listed(found)}, unlike rank 0"
     return None
@@ -48,10 +48,7 @@ def settings(cfg):
     own = dataclasses.asdict(cfg)
     del own["device"]
     for name in PLACES:
-        if own[name] is not None:
-            own[name] = "a path"
-    if own["resume"] not in ("none", "auto"):
-        own["resume"] = "a folder"
+        own[name] = own[name] is not None
     same_on_all_ranks(own | source.BEGAN | {"torch": torch.__version__})
 
 

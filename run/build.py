@@ -303,7 +303,7 @@ def describe(cfg, training, start):
     if steps is not None:
         until = f"{steps}: {tokens:,} tokens"
     rows.append(("run", f"steps {state.step} to {until}"))
-    return rows + start.rows()
+    return rows + start.rows(cfg)
 
 
 def describe_optimizer(optimizer, lr):

@@ -15,8 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import model as models
 from corpus import as_user_error
@@ -84,10 +83,9 @@ class Saver:
     def write(self, step, own, state):
         """Writes a checkpoint: `own`, {file name: {name: tensor}}, on each rank, `state` on one."""
         self.last = step
+        self.state = {"step": step, **state}
         self.final = self.out_dir / f"step_{step:08d}"
         self.aside = self.out_dir / f"{HIDDEN}{self.final.name}"
-        # no rank goes on before all have begun: rank 0's folder is then there
-        self.or_removed(self.begin, {"step": step, **state})
         self.pending = self.thread.submit(write_files, self.aside, own)
         if not self.background:
             self.wait()
@@ -97,48 +95,38 @@ class Saver:
         return self.pending is not None and self.pending.done()
 
     def wait(self):
-        """Waits for the save in progress, if there is one, and publishes it."""
+        """Waits for the save in progress, if there is one, and publishes it.
+
+        Where that fails on any rank, what was written is removed.
+        """
         if self.pending is None:
             return
         writing = self.pending
         self.pending = None
-        digests = parallel.gather_objects(self.or_removed(writing.result))
-        self.or_removed(self.publish, digests)
-        self.saved(self.last, self.final)
-
-    def or_removed(self, action, *arguments):
-        """As `everywhere`; where it fails, what was written is removed."""
         try:
-            return everywhere(action, *arguments)
+            digests = parallel.gather_objects(everywhere(writing.result))
+            everywhere(self.publish, digests)
         except UserError as error:
             if self.world.main:
                 shutil.rmtree(self.aside, ignore_errors=True)
             advice = "earlier checkpoints are intact: --resume=auto goes on from them"
             raise CheckpointError(f"{self.final} cannot be written: {error}; {advice}") from None
-
-    def begin(self, state):
-        """Makes the hidden folder, on rank 0, with state.json, the run's code and its tokenizer."""
-        if not self.world.main:
-            return
-        for left in self.out_dir.glob(f"{HIDDEN}step_*"):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        self.aside.mkdir()  # an error where out_dir was removed under the run
-        files.write_json(self.aside / "state.json", state)
-        copies = {name: self.out_dir / name for name in source.KEPT}
-        if tokenizer := tokenizers.file_of(state["config"].get("tokenizer") or "bytes"):
-            copies |= {path.name: path for path in tokenizers.beside(tokenizer.parent)}
-            copies["tokenizer.json"] = tokenizer
-        for name, path in copies.items():
-            if path.is_file():
-                shutil.copyfile(path, self.aside / name)
+        self.saved(self.last, self.final)
 
     def publish(self, digests):
-        """On rank 0: gives a complete folder its name. What had that name gets another one.
+        """On rank 0: completes a folder and gives it its name. What had that name gets another one.
 
         digests: of write_files, of each rank.
         """
         if not self.world.main:
             return
+        files.write_json(self.aside / "state.json", self.state)
+        source.record(self.aside)
+        tokenizer = tokenizers.file_of(self.state["config"].get("tokenizer") or "bytes")
+        if tokenizer and tokenizer.is_file():
+            shutil.copyfile(tokenizer, self.aside / "tokenizer.json")
+            for path in tokenizers.beside(tokenizer.parent):
+                shutil.copyfile(path, self.aside / path.name)
         manifest = {}
         for of_rank in digests:
             manifest |= of_rank
@@ -147,7 +135,7 @@ class Saver:
                 files.sync(path)
                 manifest[path.name] = files.digest(path)
         files.write_json(self.aside / "manifest.json", manifest)
-        read(self.aside, manifest)  # what cannot be read again is refused before it counts
+        read(self.aside)  # what cannot be read again is refused before it counts
         if self.final.exists():
             other = f"{self.final}_before_{os.getpid()}"
             os.rename(self.final, other)
@@ -194,27 +182,22 @@ def refuse_drift_and_nan(state, tensors):
 def files_of_rank(tensors, values):
     """{file name: {name: tensor}} that this rank writes of what `pack` found.
 
-    Of what is divided each rank has its rows; the rest is in one file where all ranks have the
-    same, else in one of each rank. Of buffers that differ, the model has rank 0's.
+    Of a model that FSDP2 divides each rank writes its rows. Other tensors are in one file where all
+    ranks have the same, else in one of each rank; the model has rank 0's too.
     """
     rank, _ = parallel.rank_and_size()
+    suffix = f".rank{rank:05d}" if values["shards"] > 1 else ""
     apart = names_that_differ(tensors, values)
     alone = {}
     found = {f"rank{rank:05d}.safetensors": alone}
     for group, of_group in tensors.items():
-        own = {}
-        suffix = ""
+        own = found[f"{group}{suffix}.safetensors"] = {}
         for inner, tensor in of_group.items():
             name = f"{group}/{inner}"
-            if name in apart or group == "rank":
+            if name in apart:
                 alone[name] = tensor
-                if group != "model":
-                    continue
-            if is_first_copy(tensor):
+            if is_first_copy(tensor) and (name not in apart or group == "model"):
                 own[inner] = local(tensor)
-                if own[inner].shape != tensor.shape:
-                    suffix = f".rank{rank:05d}"
-        found[f"{group}{suffix}.safetensors"] = own
     return {name: own for name, own in found.items() if own}
 
 
@@ -223,30 +206,26 @@ def names_that_differ(tensors, values):
 
     Raises CheckpointError where ranks differ in what is no tensor.
     """
-    own = {"the containers": values["tree"]}
+    if wrong := agreement.difference(values["leaves"] | {"the containers": values["tree"]}):
+        raise CheckpointError(f"{wrong}; in a checkpoint only tensors may differ by rank")
+    own = {}
     for name, leaf in values["leaves"].items():
-        own[name] = str(leaf)
         if isinstance(leaf, dict) and not leaf["rows"]:
             group, _, inner = name.partition("/")
             data = tensors[group][inner].detach().contiguous().reshape(-1).view(torch.uint8)
             own[name] = hashlib.sha256(data.cpu().numpy()).digest()
     of_ranks = parallel.gather_objects(own)
-    differ = {name for name in own for theirs in of_ranks if theirs.get(name) != own[name]}
-    if plain := sorted(name for name in differ if isinstance(own[name], str)):
-        what = f"{listed(plain)}: not the same on all ranks"
-        raise CheckpointError(f"{what}; a checkpoint may hold other tensors of each rank alone")
-    return differ
+    return {name for name in own for theirs in of_ranks if theirs[name] != own[name]}
 
 
 @torch.no_grad()
 def write_files(aside, own):
-    """Writes {file name: {name: tensor or MergedTensor}} -> {file name: digest}."""
+    """Writes {file name: {name: tensor}} -> {file name: digest}."""
     digests = {}
-    if not aside.is_dir():
-        raise OSError(f"{aside} is not there: all nodes must share the file system of out_dir")
+    aside.mkdir(exist_ok=True)  # an error where out_dir was removed under the run
     for name, tensors in own.items():
         path = aside / name
-        tensors = {inner: tensor[...].cpu().contiguous() for inner, tensor in tensors.items()}
+        tensors = {inner: tensor.cpu().contiguous() for inner, tensor in tensors.items()}
         save_file(tensors, path)
         files.by_umask(path)
         files.sync(path)
@@ -266,18 +245,6 @@ def everywhere(action, *arguments):
         if found:
             raise found
     return result
-
-
-def save_merged(out_dir, step, tensors, state):
-    """Writes {group: {name: tensor or MergedTensor}} as a checkpoint of one file a group.
-
-    Returns its folder.
-    """
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=2)
-    own = {f"{group}.safetensors": of_group for group, of_group in tensors.items()}
-    saver.write(step, own, state)
-    return saver.final
 
 
 # -- found and read
@@ -320,59 +287,56 @@ def open_whole(path):
         # rank 0's, since another node may not see the folder, or have its own
         folder = parallel.gather_objects(max({*there} - tried, default=None))[0]
         if folder is None:
-            what = (
-                "expected a run's folder, or a step_*/ of it; of Hugging Face --pretrained=FOLDER"
-            )
-            raise CheckpointError(
-                f"{path}: no whole checkpoint there; {what} or --init_from=hf:FOLDER"
-            )
+            what = "no whole checkpoint there; expected a run's folder, or a step_*/ of it"
+            raise CheckpointError(f"{path}: {what} (of Hugging Face: --init_from=hf:FOLDER)")
         try:
             tensors, state, manifest = everywhere(verified, folder)
             if wrong := agreement.difference({"manifest.json": manifest}):
                 raise CheckpointError(f"{folder}: {wrong}; all nodes must share the folder")
+            return folder, tensors, state
         except CheckpointError as error:
             warn(f"{error}; it is left in place")
             tried.add(folder)
-            continue
-        return folder, tensors, state
 
 
 def verified(folder):
-    """(tensors, state, manifest.json) of a checkpoint, as `read` opens it.
+    """(tensors, state, manifest) of a checkpoint, as of `read`. Ranks hash other files.
 
-    Raises CheckpointError unless it is whole. Ranks hash other files.
+    Raises CheckpointError unless it is whole.
     """
     rank, ranks = parallel.rank_and_size()
     with as_user_error(f"{folder} is damaged", CheckpointError):
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        tensors, state, manifest = read(folder)
         own = sorted({"state.json", *manifest})[rank::ranks]
         with ThreadPoolExecutor() as pool:
             digests = pool.map(files.digest, [folder / name for name in own])
         for name, digest in zip(own, digests):
             if list(digest) != manifest[name]:
-                raise CheckpointError(f"{folder / name} is damaged: not as manifest.json has it")
-        tensors, state = read(folder, manifest)
+                raise ValueError(f"{name} is not as manifest.json has it")
         if folder.match(NAME) and step_of(folder) != state["step"]:
-            raise CheckpointError(f"{folder} is of step {state['step']}: copied, or renamed")
+            raise ValueError(f"it is of step {state['step']}: copied, or renamed")
     return tensors, state, manifest
 
 
-def read(folder, names):
-    """({group: {name: MergedTensor}}, state.json) of a checkpoint, its ranks' files merged.
+def read(folder):
+    """({group: {name: tensor}}, state.json, manifest.json) of a checkpoint.
 
-    A group is a file, or a file of each rank. Nothing of a tensor is read before it is asked for.
-    names: of the checkpoint's files.
+    A group is a file, or a file of each rank, merged. The tensors are mapped: nothing of them is
+    read before it is used.
     """
+    manifest = json.loads((folder / "manifest.json").read_bytes())
     tensors = {}
-    for name in sorted(names):  # of ranks in order, as their rows are
+    for name in sorted(manifest):  # of ranks in order, as their rows are
         if name.endswith(".safetensors"):
             group = tensors.setdefault(name.partition(".")[0], {})
-            file = safe_open(folder / name, "pt")
-            for inner in file.keys():
-                group.setdefault(inner, MergedTensor()).add(file.get_slice(inner))
+            for inner, tensor in load_file(folder / name).items():
+                group.setdefault(inner, []).append(tensor)
     if "model" not in tensors:
-        raise CheckpointError(f"{folder} holds no weights")
-    return tensors, json.loads((folder / "state.json").read_bytes())
+        raise ValueError("it holds no weights")
+    for group in tensors.values():
+        for inner, parts in group.items():
+            group[inner] = parts[0] if len(parts) == 1 else MergedTensor(parts)
+    return tensors, json.loads((folder / "state.json").read_bytes()), manifest
 
 
 def shape_of(config):
@@ -383,75 +347,59 @@ def shape_of(config):
 
 
 class MergedTensor:
-    """A tensor whose rows lie in one or more files: [a:b] reads rows a to b, [...] all."""
+    """Tensors whose rows follow each other, as those of ranks: [a:b] reads rows a to b, [...] all.
 
-    def __init__(self):
-        self.parts = []
+    They may be of several dtypes, of which it takes the widest.
+    """
 
-    def add(self, part):
-        """part: a slice of safetensors, whose rows come after those of the parts before."""
-        shape = part.get_shape()
-        self.dtype = part[:0].dtype if shape else part[...].dtype
-        if self.parts:
-            shape[0] += self.shape[0]
-        self.shape = torch.Size(shape)
-        self.parts.append(part)
+    def __init__(self, parts):
+        self.parts = parts
+        self.dtype = parts[0].dtype
+        self.shape = (sum(map(len, parts)), *parts[0].shape[1:])
 
     def __getitem__(self, rows):
-        if len(self.parts) == 1:
-            return self.parts[0][rows]
-        if rows is ...:
-            rows = slice(0, self.shape[0])
-        first = rows.start  # counted from the first row of a part
-        last = rows.stop
+        first = 0  # counted from the first row of a part
+        last = self.shape[0]
+        if rows is not ...:
+            first = rows.start
+            last = rows.stop
         pieces = []
         for part in self.parts:
-            count = part.get_shape()[0]
-            if first < count and last > 0:
-                pieces.append(part[max(first, 0) : min(last, count)])
-            first -= count
-            last -= count
+            pieces.append(part[max(first, 0) : max(last, 0)])
+            first -= len(part)
+            last -= len(part)
         return torch.cat(pieces)
-
-
-def check_model_tensors(model, tensors, may_lack=()):
-    """Raises CheckpointError unless {name: tensor or MergedTensor} fit the model.
-
-    They are of its parameters and its persistent buffers; the number of padding rows may be
-    another. may_lack: names of which there may be none.
-    """
-    own = dict(model.named_parameters()) | persistent_buffers(model)
-    wrong = []
-    for name in sorted(own.keys() - set(may_lack) | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else "absent"
-        expected = tuple(own[name].shape) if name in own else "absent"
-        padded = name.endswith(TABLES) and found[1:] == expected[1:]
-        if padded and min(found[0], expected[0]) >= model.cfg.vocab_size:
-            continue
-        if found != expected:
-            wrong.append(f"{name}: {found}, expected {expected}")
-    if wrong:
-        raise CheckpointError(f"weights do not fit the model: {listed(wrong)}")
 
 
 def load_weights(model, tensors, may_lack=()):
     """Copies {name: tensor or MergedTensor} into a model, on each rank the rows that it holds.
 
-    Padding rows that they lack are zeros. may_lack: names of which there may be no tensor; those
-    keep their values. Returns the names that did.
+    Raises CheckpointError unless they fit its parameters and its persistent buffers. may_lack:
+    names of which there may be no tensor; those keep their values. Returns the names that did.
     """
+    own = dict(model.named_parameters()) | persistent_buffers(model)
     kept = set(may_lack) - tensors.keys()
-    check_model_tensors(model, tensors, kept)
-    for name, tensor in [*model.named_parameters(), *persistent_buffers(model).items()]:
-        if name not in kept:
-            copy_into(tensor, tensors[name])
+    wrong = []
+    for name in sorted(own.keys() - kept | tensors.keys()):
+        found = shape_in(tensors, name, model.cfg.vocab_size)
+        expected = shape_in(own, name, model.cfg.vocab_size)
+        if found != expected:
+            wrong.append(f"{name}: {found}, expected {expected}")
+    if wrong:
+        raise CheckpointError(f"weights do not fit the model: {listed(wrong)}")
+    for name, tensor in tensors.items():
+        copy_into(own[name], tensor)
     return sorted(kept)
 
 
-def carried_tokenizer(folder):
-    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
-    path = Path(folder) / "tokenizer.json"
-    return str(path) if path.is_file() else None
+def shape_in(tensors, name, vocab_size):
+    """The shape of a tensor without padding rows, of which the model may have more or fewer."""
+    if name not in tensors:
+        return "absent"
+    shape = tuple(tensors[name].shape)
+    if name.endswith(TABLES):
+        return min(shape[0], vocab_size), *shape[1:]
+    return shape
 
 
 @dataclass
@@ -469,7 +417,10 @@ def open_model(path):
     folder, tensors, state = open_whole(path)
     warn(source.warning(folder))
     config = state["config"]
-    tokenizer = carried_tokenizer(folder) or config.get("tokenizer")
+    tokenizer = config.get("tokenizer")
+    carried = folder / "tokenizer.json"
+    if carried.is_file():
+        tokenizer = str(carried)
     masks = config.get("document_mask", False)
     return SavedModel(tensors["model"], shape_of(config), tokenizer, masks)
 

@@ -303,7 +303,7 @@ def open_tensors(folder, family):
 
 def open_hf(name):
     """The SavedModel of a folder or hub name; its tensors have our names and no padding rows."""
-    from run.checkpoint import SavedModel
+    from run.checkpoint import MergedTensor, SavedModel
 
     folder = fetch(name)
     cfg = read_config(folder)
@@ -318,21 +318,8 @@ def open_hf(name):
         raise UserError(f"{folder}: its config.json and tensors differ in {listed(wrong)}")
     tensors = {}
     for ours, own in names.items():
-        tensors[ours] = Stacked([in_layout(name, theirs[name]) for name in own])
+        tensors[ours] = MergedTensor([in_layout(name, theirs[name]) for name in own])
     return SavedModel(tensors, cfg, cfg.tokenizer)
-
-
-class Stacked:
-    """The rows of several tensors, in the widest of their dtypes; [a:b] or [...] reads them."""
-
-    def __init__(self, tensors):
-        self.tensors = tensors
-        self.shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
-
-    def __getitem__(self, rows):
-        import torch
-
-        return torch.cat(self.tensors)[rows]
 
 
 # -- exports

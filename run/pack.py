@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from optim import parts_of
 from scale import generators, parallel
 from scale.shards import copy_into
-from system.errors import UserError, listed
+from system.errors import UserError, warn
 
 PLAIN = (type(None), bool, int, float, str)
 
@@ -57,11 +57,11 @@ def is_by_rows(name, tensor, owner):
 
 
 def ranks_of(model):
-    """How many ranks hold a model, among how many it is divided, and their type of device."""
+    """How many ranks hold a model, among how many FSDP2 divides it, and their type of device."""
     p = next(model.parameters())
     return {
         "ranks": parallel.rank_and_size()[1],
-        "shards": p.device_mesh.size(-1) if isinstance(p, DTensor) else 1,
+        "shards": p.device_mesh.size(-1) if isinstance(p, DTensor) else 0,
         "device": parallel.device_of(model).type,
     }
 
@@ -69,13 +69,18 @@ def ranks_of(model):
 def trees_of(state):
     """{group: tree} of what a train.State holds beside its weights and numbers."""
     own = state.own.items()
+    # what is a rank's own: its generators and, with fp8, the amaxes that set its next scales
+    rank = {
+        "generators": generators.states(parallel.device_of(state.model)),
+        "amaxes": magnitudes(state.model),
+    }
     return {
         "model": persistent_buffers(state.model),
         "optimizer": optimizer_trees(state.optimizer, state.model),
         "own": {name: x.state_dict() if hasattr(x, "state_dict") else x for name, x in own},
         "scaler": state.scaler.state_dict(),
         "loader": state.loader.state_dict(),
-        "rank": rank_tree(state.model),
+        "rank": rank,
     }
 
 
@@ -95,19 +100,13 @@ def flattened(trees):
 
 
 def optimizer_trees(optimizer, model):
-    """What an optimizer's parts hold: states, and what steps have changed of their groups.
-
-    One with a `state_dict` of its own says itself what it holds.
-    """
+    """What an optimizer's parts hold: states, and what steps have changed of their groups."""
     names = {p: name for name, p in model.named_parameters()}
     found = []
     for part in parts_of(optimizer):
-        if type(part).state_dict is torch.optim.Optimizer.state_dict:
-            states = {names.get(key, key): state for key, state in part.state.items()}
-            groups = [changed_by_steps(group) for group in part.param_groups]
-            found.append({"states": states, "groups": groups})
-        else:
-            found.append(part.state_dict())
+        states = {names.get(key, key): state for key, state in part.state.items()}
+        groups = [changed_by_steps(group) for group in part.param_groups]
+        found.append({"states": states, "groups": groups})
     return found
 
 
@@ -131,14 +130,6 @@ def persistent_buffers(model):
     return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in held}
 
 
-def rank_tree(model):
-    """What is a rank's own: its generators and, with fp8, the amaxes that set its next scales."""
-    return {
-        "generators": generators.states(parallel.device_of(model)),
-        "amaxes": [amax.cpu() for amax in magnitudes(model)],
-    }
-
-
 def magnitudes(model):
     """Buffers with the amax of fp8's previous calls, in the model's order.
 
@@ -152,51 +143,48 @@ def magnitudes(model):
 
 
 def unpack(state, values, tensors):
-    """Fills a new train.State, whose model has the weights already; returns warnings.
+    """Fills a new train.State, whose model has the weights already.
 
     values: the JSON; tensors: {group: {name: tensor, or what gives its rows (see copy_into)}},
     with a group of each rank for those of its own. Tensors that the state has are filled, others
-    are made.
+    are made. On other ranks than those that saved, what was a rank's own is not taken.
     """
     rank, _ = parallel.rank_and_size()
-    own = tensors.get(f"rank{rank:05d}", {})
     same_ranks = ranks_of(state.model).items() <= values.items()
+    own = tensors.get(f"rank{rank:05d}", {}) if same_ranks else {}
     there, _ = flattened(trees_of(state))
     leaves = dict(values["leaves"])
     for name, leaf in leaves.items():
         group, _, inner = name.partition("/")
         if not isinstance(leaf, dict) or group == "rank" and not same_ranks:
             continue
-        saved = tensors.get(group, {}).get(inner)
-        if same_ranks:
-            saved = own.get(name, saved)
+        saved = own.get(name, tensors.get(group, {}).get(inner))
         if saved is None:
             ranks = f"each of {values['ranks']} ranks had its own {name}"
             raise CheckpointError(f"{ranks}; go on with as many, and the same --parallel")
         tensor = there.get(name)
         if not torch.is_tensor(tensor):
             tensor = new_tensor(saved, leaf, next(state.model.parameters()))
-        if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
-            was, here = ([*x.shape, x.dtype] for x in (saved, tensor))
-            raise CheckpointError(f"{name} is {was} in the checkpoint, now {here}")
+        if tensor.shape != saved.shape:
+            raise CheckpointError(f"{name}: checkpoint {[*saved.shape]}, now {[*tensor.shape]}")
         copy_into(tensor, saved)
         leaves[name] = tensor
     trees = pytree.tree_unflatten(leaves.values(), pytree.treespec_loads(values["tree"]))
     load_optimizer(state.optimizer, trees["optimizer"], state.model)
+    for name, value in trees["own"].items():
+        if hasattr(state.own.get(name), "load_state_dict"):
+            state.own[name].load_state_dict(value)
+        else:
+            state.own[name] = value
     state.scaler.load_state_dict(trees["scaler"])
     state.loader.load_state_dict(trees["loader"])
     state.step = values["step"]
     state.tokens = values["tokens"]
     state.seconds = values["seconds"]
-    warnings = load_own(state.own, trees["own"])
     if same_ranks:
-        load_rank(state.model, trees["rank"])
+        generators.restore(trees["rank"]["generators"], parallel.device_of(state.model))
     else:
-        before = (
-            f"saved by {values['ranks']} ranks, {values['shards']} shards on {values['device']}"
-        )
-        warnings.append(f"{before}: random numbers and fp8's scales start afresh")
-    return warnings
+        warn("saved on other ranks or devices: random numbers and fp8's scales start afresh")
 
 
 def new_tensor(saved, leaf, beside):
@@ -219,32 +207,7 @@ def load_optimizer(optimizer, trees, model):
     """
     parameters = dict(model.named_parameters())
     for part, saved in zip(parts_of(optimizer), trees, strict=True):
-        if type(part).state_dict is not torch.optim.Optimizer.state_dict:
-            part.load_state_dict(saved)
-            continue
         for name, state in saved["states"].items():
             part.state[parameters.get(name, name)] = state
         for group, changed in zip(part.param_groups, saved["groups"], strict=True):
             group.update(changed)
-
-
-def load_rank(model, tree):
-    """Restores what `rank_tree` found."""
-    generators.restore(tree["generators"], parallel.device_of(model))
-    amaxes = magnitudes(model)
-    # DDP has two for a weight, FSDP2 one
-    if [amax.shape for amax in amaxes] == [saved.shape for saved in tree["amaxes"]]:
-        for amax, saved in zip(amaxes, tree["amaxes"]):
-            amax.copy_(saved)
-
-
-def load_own(own, saved):
-    """Fills State.own; returns warnings, of what is on one side alone."""
-    alone = sorted(own.keys() ^ saved.keys())  # the loop may make it in its first step
-    for name, value in saved.items():
-        if hasattr(own.get(name), "load_state_dict"):
-            own[name].load_state_dict(value)
-        else:
-            own[name] = value
-    words = f"State.own: {listed(alone)}: in the checkpoint alone, or in this run alone"
-    return [words] if alone else []

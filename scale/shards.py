@@ -30,10 +30,9 @@ def local(tensor):
 
 def is_first_copy(tensor):
     """Whether no lower rank holds the same rows; only the first copy is saved."""
-    if not isinstance(tensor, DTensor):
-        return not dist.is_initialized() or dist.get_rank() == 0
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
-    return all(at == 0 for at, placement in places if placement.is_replicate())
+    if isinstance(tensor, DTensor):
+        return not any(tensor.device_mesh.get_coordinate()[:-1])  # hsdp's copies
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def copy_into(tensor, whole):
@@ -41,11 +40,11 @@ def copy_into(tensor, whole):
 
     It reads no others, and these as whole[a:b].
     """
+    own = local(tensor)
     if not tensor.shape:
-        local(tensor).copy_(whole[...])
+        own.copy_(whole)
         return
     first, last = rows_of(tensor)
-    last = max(first, min(last, whole.shape[0]))
-    if first < last:
-        local(tensor)[: last - first].copy_(whole[first:last])
-    local(tensor)[last - first :] = 0
+    found = whole[first:last]
+    own[: len(found)] = found
+    own[len(found) :] = 0

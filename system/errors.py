@@ -100,9 +100,8 @@ def start():
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 10_000)  # macOS allows no more
-    if soft < most:  # a shard takes one file, its mask another
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    # a shard takes one file, its mask another; macOS allows no more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))
     faulthandler.enable()  # for a SIGBUS, as from a shard cut short under its map
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=leave_with, args=[os.getppid()], daemon=True).start()
@@ -123,7 +122,7 @@ def run(main, cfg):
         if isinstance(error, SystemExit) and not launched():
             raise
         # not left to sys.excepthook: torch.distributed's captures what an older hook prints
-        explain(type(error), error, error.__traceback__)
+        explain(*sys.exc_info())
     leave(code)
 
 

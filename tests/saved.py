@@ -34,7 +34,7 @@ def problem(folder):
 def load(folder):
     """({kind: {name: tensor}}, state) of a checkpoint, the rows of all ranks put together.
 
-    Kinds are model, optimizer ("0/states/<parameter>/<state>"), own, rank00000.
+    Kinds are model, optimizer ("0/states/<parameter>/<state>"), own, rank.
     """
     tensors, state, _ = checkpoint.verified(Path(folder))
     read = {}
@@ -132,7 +132,7 @@ def while_writing(before=None, after=None, put=setattr):
 
 
 def check_reads(check):
-    """Has check(shape, dtype, rows) called at each reading of a stored tensor.
+    """Has check(shape, dtype, rows) called at each reading of a tensor of several files.
 
     rows: a slice; None for all.
     """

@@ -18,10 +18,9 @@ from conftest import load_checkpoint
 
 import train
 from model import build
-from run import pack, source
+from run import resume, source
 from run.checkpoint import Saver, folders, load_weights
-from run.resume import Start
-from scale import parallel
+from scale import generators, parallel
 from settings import Config, GPTConfig
 from system.errors import UserError
 
@@ -38,10 +37,10 @@ def save(folder, step, value=0.0, keep_last=3, last=None, **state):
     return saved.save(folder, step, tensors, state, keep_last, last)
 
 
-def start(out_dir, resume="none", overwrite=False):
+def start(out_dir, path="none", overwrite=False):
     """A run's start, of any shape."""
-    with mock.patch.object(Start, "compare"):
-        return Start(Config(out_dir=str(out_dir), resume=resume, overwrite=overwrite))
+    with mock.patch.object(resume, "compare"):
+        return resume.find(Config(out_dir=str(out_dir), resume=path, overwrite=overwrite))
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
@@ -95,12 +94,11 @@ def drawn():
 
 
 def test_random_numbers_of_torch_numpy_and_python_go_on(tmp_path):
-    model = build(small(), CPU, seed=1)
     drawn()
-    own = pack.rank_tree(model)
+    own = generators.states(CPU)
     expected = drawn()
     assert drawn() != expected
-    pack.load_rank(model, own)
+    generators.restore(own, CPU)
     assert drawn() == expected
 
 
@@ -190,7 +188,8 @@ def test_only_our_folders_and_files_are_removed(tmp_path):
         last = save(tmp_path, step, keep_last=1)
     assert folders(tmp_path) == [last]
     (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
-    start(tmp_path, overwrite=True).prepare_out_dir()
+    start(tmp_path, overwrite=True)
+    resume.prepare_out_dir(Config(out_dir=str(tmp_path), overwrite=True))
     assert kept() == users | {*map(Path, source.KEPT)}
     folder = save(tmp_path, 5)
     assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
@@ -217,14 +216,14 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     refused(overwrite=True)
     # killed before its first checkpoint: begins again
-    start(tmp_path, "auto").prepare_out_dir()
+    start(tmp_path, "auto")
     assert (tmp_path / "log.jsonl").exists()
     (tmp_path / "log.jsonl").write_text('{"kind": "saved", "step": 1}\n')
     save(tmp_path, 1).rename(tmp_path / "step_00000006.bak")
     refused("auto")
     first, last = save(tmp_path, 1), save(tmp_path, 2)
-    for resume in ("auto", str(tmp_path)):
-        assert start(tmp_path, resume).folder == last
+    for path in ("auto", str(tmp_path)):
+        assert start(tmp_path, path).folder == last
     refused(str(first))
     other = tmp_path / "other"
     assert start(other, str(first)).folder == first
