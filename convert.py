@@ -1,7 +1,8 @@
-"""A checkpoint as Hugging Face weights, for transformers and lm-eval.
+"""A checkpoint as Hugging Face weights, or the files of many ranks merged.
 
-    python convert.py --checkpoint=out/a --to_hf=out/hf
+    python convert.py --checkpoint=out/a --to_hf=out/hf # for transformers
     python convert.py --checkpoint=out/a --to_hf=out/hf --check
+    python convert.py --checkpoint=out/a --out=out/b    # one file a group
 
 docs/checkpoints.md lists the models. --check compares the logits of the export
 in transformers with those of the checkpoint. Hugging Face weights are read as
@@ -12,28 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import run
-from system.errors import UserError, warn
+from configurator import run, without_effect
+from system.errors import UserError, refuse, warn
 
 
 @dataclass
 class Config:
     checkpoint: str | None = None  # folder of a run or of a checkpoint
     to_hf: str | None = None  # where the Hugging Face folder goes
+    out: str | None = None  # where the merged checkpoint goes
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the exported weights
     tokenizer: str | None = None  # of the export: a name or a file; None: the checkpoint's
     check: bool = False  # of the export: its logits in transformers; both models in memory
 
 
 def main(cfg):
+    if not cfg.checkpoint or bool(cfg.to_hf) == bool(cfg.out):
+        raise UserError("give --checkpoint=FOLDER, and --to_hf=FOLDER or --out=FOLDER")
+    out = Path(cfg.to_hf or cfg.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty folder; nothing was written, try another name")
+    if cfg.to_hf:
+        export(cfg)
+    else:
+        refuse(without_effect(cfg, ["dtype", "tokenizer", "check"], "needs --to_hf"))
+        merge(cfg)
+
+
+def export(cfg):
+    """A checkpoint -> a Hugging Face folder."""
     from corpus import tokenizer as tokenizers
     from run import checkpoint, hf
 
-    if not cfg.checkpoint or not cfg.to_hf:
-        raise UserError("give --checkpoint=FOLDER and --to_hf=FOLDER")
-    out = Path(cfg.to_hf)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty folder; nothing was written, try another name")
     saved = checkpoint.open_model(cfg.checkpoint)
     name = cfg.tokenizer or saved.tokenizer
     tokenizer = None
@@ -71,6 +82,17 @@ def compare(folder, saved, dtype):
             "model.py compute something else than that class?"
         )
     print(f"its logits in transformers are those of the checkpoint (within {error:.0e})")
+
+
+def merge(cfg):
+    """A checkpoint of many ranks -> one of one file for each group."""
+    from run import checkpoint
+
+    folder, tensors, state = checkpoint.open_whole(cfg.checkpoint)
+    carried = folder / "tokenizer.json"
+    if carried.is_file():
+        state["config"]["tokenizer"] = str(carried)
+    print(f"wrote {checkpoint.save_merged(cfg.out, tensors, state)}")
 
 
 if __name__ == "__main__":

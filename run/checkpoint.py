@@ -220,12 +220,12 @@ def names_that_differ(tensors, values):
 
 @torch.no_grad()
 def write_files(aside, own):
-    """Writes {file name: {name: tensor}} -> {file name: digest}."""
+    """Writes {file name: {name: tensor or MergedTensor}} -> {file name: digest}."""
     digests = {}
     aside.mkdir(exist_ok=True)  # an error where out_dir was removed under the run
     for name, tensors in own.items():
         path = aside / name
-        tensors = {inner: tensor.cpu().contiguous() for inner, tensor in tensors.items()}
+        tensors = {inner: tensor[...].cpu().contiguous() for inner, tensor in tensors.items()}
         save_file(tensors, path)
         files.by_umask(path)
         files.sync(path)
@@ -245,6 +245,15 @@ def everywhere(action, *arguments):
         if found:
             raise found
     return result
+
+
+def save_merged(out_dir, tensors, state):
+    """Writes what `read` found as a checkpoint of one file a group; returns its folder."""
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    saver = Saver(parallel.World(0, 1, torch.device("cpu")), out_dir, keep_last=1)
+    own = {f"{group}.safetensors": of_group for group, of_group in tensors.items()}
+    saver.write(state["step"], own, state)
+    return saver.final
 
 
 # -- found and read

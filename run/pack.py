@@ -104,6 +104,10 @@ def optimizer_trees(optimizer, model):
     names = {p: name for name, p in model.named_parameters()}
     found = []
     for part in parts_of(optimizer):
+        kind = type(part)
+        if kind.state_dict is not torch.optim.Optimizer.state_dict:
+            what = f"{kind.__name__} has a state_dict of its own, of which nothing would be saved"
+            raise CheckpointError(f"{what}; keep all in `state` and `param_groups`")
         states = {names.get(key, key): state for key, state in part.state.items()}
         groups = [changed_by_steps(group) for group in part.param_groups]
         found.append({"states": states, "groups": groups})

@@ -302,9 +302,11 @@ def tiny(**changes):
     return build(GPTConfig(**shape, **changes), CPU, seed=0)
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path):
+def test_a_folder_in_use_is_left_alone_and_settings_go_together(tmp_path):
     (tmp_path / "file").touch()
-    refused(lambda: convert.main(convert.Config(checkpoint="x", to_hf=str(tmp_path))), "empty")
+    for settings, word in [(dict(out=str(tmp_path)), "empty"), (dict(out="y", check=True), "=T")]:
+        config = convert.Config(checkpoint="x", **settings)
+        refused(lambda config=config: convert.main(config), word)
 
 
 def test_check_compares_an_export_with_transformers(tmp_path, monkeypatch, capsys):

@@ -274,13 +274,21 @@ def test_resharded_from_two_ranks_to_four(data_dir, tmp_path, sharded):
     same_end(folder, sharded, range(9, 13))
 
 
-def test_an_export_of_shards_is_that_of_the_whole_model(tmp_path, sharded):
-    part = sharded / "step_00000004"
-    convert.main(convert.Config(checkpoint=str(part), to_hf=str(tmp_path / "a")))
-    whole = conftest.load_model(part)
-    hf.save_hf(whole.cfg, whole.state_dict(), tmp_path / "b")
+def test_merged_goes_on_exactly_as_sharded_and_exports_the_same(data_dir, tmp_path, sharded):
+    merged, part = tmp_path / "merged", sharded / "step_00000004"
+    convert.main(convert.Config(checkpoint=str(part), out=str(merged)))
+    assert saved.parts(merged / "step_00000004")["model"] == 1
+    same_checkpoint(sharded, merged, 4)
+    one, other = (conftest.load_model(folder).state_dict() for folder in (part, merged))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for name, source in (("a", part), ("b", merged)):
+        convert.main(convert.Config(checkpoint=str(source), to_hf=str(tmp_path / name)))
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     torch.testing.assert_close(a, b, rtol=0, atol=0)
+    over_ranks(2, data_dir, merged, parallel="fsdp", resume="auto", **SHARDED)
+    same_checkpoint(sharded, merged, 12)
+    for kind in ("train", "val"):
+        assert losses(read_log(merged), kind).items() <= losses(read_log(sharded), kind).items()
 
 
 @pytest.mark.parametrize("async_save", [False, True])
