@@ -91,7 +91,7 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
         for process in running:
             process.kill()
     causes = re.findall(rf"^(?:error: .*{loss}).*$", said, re.M)
-    assert code == 1 and len(causes) in (1, 2), said
+    assert code == 1 and causes, said
     expected = losses(read_log(one))
     same = lambda folder, steps: [losses(read_log(folder))[step] for step in steps]
     assert same(cut, expected) == pytest.approx([*expected.values()], rel=rel)
@@ -116,8 +116,8 @@ def test_a_node_that_is_killed_ends_the_other_which_goes_on_alone(data_dir, tmp_
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.fault(29)
 def test_a_node_of_two_gpus_that_is_killed_ends_the_other(data_dir, tmp_path):
-    # NCCL on one host gets no error of a lost rank: its watchdog ends the wait, or the store's end
-    loss = "lost another rank|.*watchdog"
+    # NCCL on one host gets no error of a lost rank: its watchdog ends the processes after timeout_s
+    loss = "lost another rank|.*Watchdog caught collective operation timeout"
     on_gpu = dict(device="cuda", precision="fp32", ops="torch")
     check_a_lost_node(data_dir, tmp_path, rel=1e-4, loss=loss, **on_gpu)
 
