@@ -187,7 +187,7 @@ def train(cfg, world, watch, stack):
 
     # console and log, evaluations
     log = Logger(world, cfg)
-    evaluations = Evaluations(state, training.autocast, log, watch, cfg)
+    evaluations = Evaluations(training, log, watch)
     add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is

@@ -43,12 +43,11 @@ def choose(cfg, device):
     in_fp16 = replace(cfg, precision="fp16")
     fp16 = not conflicts(in_fp16, parallel.rank_and_size()[1])
     precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
-    attention = cfg.attention
-    reasons["attention"] = "as set"
-    if attention == "auto":
-        attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
-    cfg = replace(cfg, precision=precision, attention=attention, ops=ops)
+    cfg = replace(cfg, precision=precision, ops=ops)
+    if cfg.attention == "auto":
+        attention, reasons["attention"] = best_attention(device, precision)
+        cfg = replace(cfg, attention=attention)
     free = 0
     if device.type == "cuda":
         share = torch.cuda.get_per_process_memory_fraction(device)
@@ -284,13 +283,11 @@ def describe(cfg, training, start):
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
         until = f"{steps}: {tokens:,} tokens"
-    other = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, other)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)

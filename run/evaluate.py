@@ -114,13 +114,11 @@ def in_words(figures):
 class Evaluations:
     """The evaluations of a run: named functions at intervals; one chooses the best checkpoint."""
 
-    def __init__(self, state, autocast, log, watch, cfg):
-        """state: a train.State, of which `evaluated` is set here."""
-        self.state = state
-        self.autocast = autocast
+    def __init__(self, training, log, watch):
+        """training: a train.Training, of whose state `evaluated` is set here."""
+        self.training = training
         self.log = log
         self.watch = watch
-        self.cfg = cfg
         self.each = {}  # {name: (interval, function)}
         self.best = None, None  # name, figure that chooses the best checkpoint, the lowest
 
@@ -142,13 +140,13 @@ class Evaluations:
 
     def due(self):
         """{name: function} of those that are due; none if a run resumed here had evaluated."""
-        step = self.state.step
-        if step == self.state.evaluated:
+        state = self.training.state
+        if state.step == state.evaluated:
             return {}
-        ended = optim.share_done(self.state, self.cfg) == 1
+        ended = optim.share_done(state, self.training.cfg) == 1
         found = {}
         for name, (interval, function) in self.each.items():
-            if ended or step % interval == 0:
+            if ended or state.step % interval == 0:
                 found[name] = function
         return found
 
@@ -157,7 +155,7 @@ class Evaluations:
 
         The score is of the evaluation that chooses the best checkpoint; None without one.
         """
-        state = self.state
+        state = self.training.state
         model = state.model
         device = parallel.device_of(model)
         chooser, figure = self.best
@@ -167,7 +165,7 @@ class Evaluations:
             for name, function in self.due().items():
                 self.watch.check()
                 began = parallel.synchronize(device)
-                with generators.preserved(device), torch.no_grad(), self.autocast:
+                with generators.preserved(device), torch.no_grad(), self.training.autocast:
                     with context_parallel.whole_rows(model):
                         found = function(model) or {}
                 found["seconds"] = parallel.synchronize(device) - began

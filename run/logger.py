@@ -122,10 +122,6 @@ class Logger:
         self.training, self.tokens = training, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
         self.mean_seconds = state.seconds / max(1, state.step)
-        self.last = ""  # the run's last step, where that is known
-        if not self.cfg.max_seconds:
-            steps, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
-            self.last = f"/{steps}"
         pairs = [f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()]
         settings = " ".join(pairs) or "all defaults"
         rows = [describe_device(self.world), *rows, ("settings", settings)]
@@ -223,7 +219,7 @@ class Logger:
         if state.seconds:
             eta = tqdm.format_interval(state.seconds / share - state.seconds)
         shown = "     n/a" if loss is None else f"{loss:8.4f}"
-        line = f"step {step:>5}{self.last} | loss {shown} | {ms:8,.1f} ms"
+        line = f"step {step:>6} {share:4.0%} | loss {shown} | {ms:8,.1f} ms"
         line += f" | {rate:>9,.0f} tok/s"
         if mfu is not None:
             line += f" | mfu {mfu:5.1%}"

@@ -68,7 +68,6 @@ def prove(make, cfg, world, loader, eot):
     if cfg.dry_run:
         return rows + [("", words) for words in found]
     if world.main:
-        note.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomic(note, facts)
     return rows
 

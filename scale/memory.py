@@ -263,18 +263,6 @@ def choose(cfg, ranks, free):
     return dataclasses.replace(cfg, batch_size=chosen), {"batch_size": why}
 
 
-def describe(cfg, ranks, parameters, optimizer):
-    """The estimate in words.
-
-    parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
-    one whose states are not known, or None.
-    """
-    edited = parameters != total_and_block_parameters(cfg)[0]
-    if optimizer or edited or not_estimated(cfg):
-        return "not estimated"
-    return f"about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU, by estimate"
-
-
 def not_estimated(cfg):
     """Problems, one line each: settings for which the estimate does not hold ("auto" is none)."""
     unknown = {
