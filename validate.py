@@ -39,7 +39,8 @@ def main(cfg):
     measured, T = measure(cfg, cfg.words)
     others = {}
     if cfg.against:
-        others, _ = measure(replace(cfg, checkpoint=cfg.against, pretrained=None), cfg.words, T)
+        other = replace(cfg, checkpoint=cfg.against, pretrained=None)
+        others, _ = measure(other, cfg.words, T)
     for folder, (table, documents) in measured.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"
         words = evaluate.in_words(evaluate.loss_of_table(table, documents))

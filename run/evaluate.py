@@ -244,8 +244,5 @@ def add_hellaswag(evaluations, cfg, tokenizer):
         evaluations.log.warn(f"{error}; this run goes on without")
         return
     prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
-
-    def evaluate(model):
-        return hellaswag.score(model, prepared, check=evaluations.watch.check)
-
-    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)
+    score = functools.partial(hellaswag.score, prepared=prepared, check=evaluations.watch.check)
+    evaluations.add("hellaswag", cfg.hellaswag_interval, score)

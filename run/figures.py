@@ -68,7 +68,9 @@ class Figures:
         loss = None  # targets: of a rank, on average
         if targets:
             loss = part * (self.batch_tokens / self.ranks / targets)
-        extras = {name: value / (targets or 1) for name, value in zip(self.names, values)}
+        extras = {}
+        for name, value in zip(self.names, values):
+            extras[name] = value / (targets or 1)
         norm, *own = values[len(extras) :]
         return loss, norm, extras, dict(zip(self.own, own))
 

@@ -215,7 +215,10 @@ class Proof:
         """(Training, totals) of plain code; self.calls gets the number of each block that runs."""
         training = self.build(replace(cfg, **OFF))
         self.model = training.model = training.state.model  # not in DDP
-        fill(self.model, cfg.seed)
+        generators.seed(cfg.seed)
+        for p in self.model.parameters():  # whose first values may be zero
+            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+            p.data.add_(torch.randn_like(p), alpha=scale)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls = calls = []
         for number, block in enumerate(self.model.blocks):
@@ -235,7 +238,8 @@ class Proof:
             if not gradients:
                 parallel.sum_over_ranks(p.grad.div_(self.world.size))
         norm = training.normalize_and_clip(totals)
-        loss, *_ = training.figures.means(training.figures.over_ranks(totals, norm, {}))
+        figures = training.figures.over_ranks(totals, norm, {})
+        loss, *_ = training.figures.means(figures)
         found = {"loss": {"this model.py": torch.tensor(loss)}}
         grads = {name: p.grad for name, p in parameters.items()}
         found["gradient"] = whole(grads)
@@ -318,14 +322,6 @@ class Proof:
 
 
 # -- parts of a trial
-
-
-@torch.no_grad()
-def fill(model, seed):
-    """Adds random numbers to parameters, whose first values may be zero."""
-    generators.seed(seed)
-    for p in model.parameters():
-        p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
 
 
 def whole(tensors):
