@@ -15,7 +15,6 @@ import itertools
 import operator
 import re
 import runpy
-import shlex
 import shutil
 import sys
 import textwrap
@@ -51,7 +50,6 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
 
     A word without dashes is a config file, or goes into `words` of the instance if cls has them.
     complete({name: value}) returns the given settings with others that follow from them.
-    `command_line` of the instance is argv as one text.
     """
     if "--help" in argv or "-h" in argv:
         print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()))
@@ -83,7 +81,6 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     cfg = cls(**complete(settings))
     check(cfg)
     cfg.words = words
-    cfg.command_line = shlex.join(argv)
     return cfg
 
 

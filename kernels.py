@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-# -- positions and attention
+# -- positions and attention. Attention has no form: PyTorch chooses among its kernels by `backend`
 
 
 @operation(forms.rope)  # an RMSNorm without hooks, or nn.Identity; tables as of all rows
@@ -113,7 +113,6 @@ BACKENDS = {
 }
 
 
-@operation(forms.attention)  # PyTorch's own kernels, by `backend`
 def attention(q, k, v, backend, dropout=0.0):
     """Causal softmax attention; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D).
 

@@ -152,7 +152,7 @@ class GPTConfig:
 @dataclass
 class Config(GPTConfig):
     # Run
-    out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, the code, checkpoints
+    out_dir: str = "out/run"  # the run's folder: log.jsonl, the code, checkpoints
     resume: str = "none"  # none; auto: the newest checkpoint in out_dir; or one's folder
     overwrite: bool = False  # start afresh in a used out_dir; its log and checkpoints are removed
     init_from: str | None = None  # first weights: a checkpoint's folder; hf:NAME sets the shape too
@@ -192,7 +192,7 @@ class Config(GPTConfig):
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
     hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
-    sample_interval: int = 0  # print samples, not before the first step; log.jsonl has them too
+    sample_interval: int = 0  # steps between printed samples; log.jsonl has them too
     sample_prompt: str = "Hello, I'm a language model,"  # text that they continue
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never
@@ -221,8 +221,6 @@ class Config(GPTConfig):
     remat_offload: bool = False  # attention, block: the kept activations wait in host memory
     weights: Literal["fp32", "bf16"] = "fp32"  # of parameters and gradients; bf16: needs adamw8bit
     offload_states: bool = False  # fsdp, zero2: weights, gradients, moments in host memory
-
-    command_line = None  # as it was typed after train.py; None: made in code
 
     # nanoGPT's names, and what is meant here
     others_names = {

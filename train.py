@@ -6,10 +6,10 @@
         --rdzv_endpoint=HOST:29500 train.py ...  # two nodes
 
 Settings: a config file, then --key=value (`--help` lists them). Writes
-out_dir/log.jsonl, config.json, the code that ran (model.py, kernels.py,
-source.json) and checkpoints, step_*/. Exit codes: 0 done, 1 an error in the
-code or a lost rank, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not
-finite, 128 + N saved and stopped by signal N (docs/operations.md).
+out_dir/log.jsonl, the code that ran (model.py, kernels.py, source.json) and
+checkpoints, step_*/. Exit codes: 0 done, 1 an error in the code or a lost rank,
+2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite, 128 + N
+saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run
@@ -186,7 +186,7 @@ def train(cfg, world, watch, stack):
 
     # console and log, evaluations
     log = Logger(world, cfg)
-    evaluations = Evaluations(state, training.autocast, log, watch, cfg)
+    evaluations = Evaluations(training, log, watch)
     add_evaluations(evaluations, cfg, world, val_loaders)
 
     # the state as the checkpoint has it, random numbers included; else as it is
@@ -199,7 +199,7 @@ def train(cfg, world, watch, stack):
         log.open(start.saved_at)
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     rows = [*chosen, *describe(cfg, training, start), *proved]
-    log.start(state, rows, given, training.analysis)
+    log.start(training, rows, given)
     if cfg.compile:
         log.print(f"{'compiling':<12} {COMPILED}")
 
@@ -241,8 +241,8 @@ def train(cfg, world, watch, stack):
             "seconds": log.elapsed(state.step + log.late),
             "seconds a step": log.seconds,
         }
-        means = training.figures.over_ranks(totals, norm, own)
-        of_ranks = log.step(state, lr, means, began)
+        figures = training.figures.over_ranks(totals, norm, own)
+        of_ranks = log.step(state, lr, figures, began)
         state.seconds = of_ranks["seconds"]
         if of_ranks["asked to stop"] > 0 or of_ranks["seconds a step"] > LONG:
             watch.agreed()

@@ -10,7 +10,7 @@ error says how far other such documents would move the figure. Two models find
 the same documents hard, so that their difference has a smaller one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,13 +33,13 @@ def main(cfg):
         raise UserError(
             "name folders with validation shards: validate.py data/books --checkpoint=out/books"
         )
-    from run import evaluate, trained
+    from run import evaluate
     from scale import parallel
 
-    other = trained.other(cfg)  # before the first model is measured
     measured, T = measure(cfg, cfg.words)
     others = {}
-    if other:
+    if cfg.against:
+        other = replace(cfg, checkpoint=cfg.against, pretrained=None)
         others, _ = measure(other, cfg.words, T)
     for folder, (table, documents) in measured.items():
         size = f"{int(table[1].sum()):,} tokens, {len(set(documents)):,} documents"

@@ -227,10 +227,6 @@ def rope(_, x, layer, cos, sin):
     return fast.rope.RopeFunction.apply(x, layer.weight, layer.eps, cos, sin)
 
 
-def attention(*_):
-    """None: PyTorch chooses among its kernels, and scale/ has the other forms. A count knows it."""
-
-
 def cross_entropy(_, x, head, targets, reduction, vocab_size):
     if reduction not in ("sum", "none"):
         return None

@@ -23,7 +23,7 @@ COMPUTED = {  # what a definition calls stands before it
     "RMSNorm": "36ae659c5947",
     "rotated": "cadb4f72ecf3",
     "rope": "e50f64afb61f",
-    "attention": "5aa2498a2d10",
+    "attention": "9c024dbac96c",
     "plain_cross_entropy": "d785f572a8ee",
     "cross_entropy": "54390ad63f3a",
 }

@@ -4,7 +4,7 @@ Resolves the settings for the device, makes the loaders, builds the model in its
 describes all of it in the start-up summary.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from scale import (
 )
 from scale.precision import pick_ops, pick_precision
 from settings import conflicts
-from system.errors import UserError
+from system.errors import UserError, listed, warn
 
 COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
 
@@ -40,29 +40,24 @@ COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
     reasons = {}
-    in_fp16 = dataclasses.replace(cfg, precision="fp16")
+    in_fp16 = replace(cfg, precision="fp16")
     fp16 = not conflicts(in_fp16, parallel.rank_and_size()[1])
     precision, reasons["precision"] = pick_precision(cfg.precision, device, cfg.weights, fp16)
-    attention = cfg.attention
-    reasons["attention"] = "as set"
-    if attention == "auto":
-        attention, reasons["attention"] = best_attention(device, precision)
     ops, reasons["ops"] = pick_ops(cfg.ops, device, precision)
-    cfg = dataclasses.replace(cfg, precision=precision, attention=attention, ops=ops)
+    cfg = replace(cfg, precision=precision, ops=ops)
+    if cfg.attention == "auto":
+        attention, reasons["attention"] = best_attention(device, precision)
+        cfg = replace(cfg, attention=attention)
+    free = 0
+    if device.type == "cuda":
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        free, total = torch.cuda.mem_get_info(device)
+        free = min(free, share * total)
     # every rank takes part, also one that was started without auto
-    free = parallel.gather_objects(free_memory(cfg, device))
+    free = parallel.gather_objects(free)
     cfg, chosen = memory.choose(cfg, len(free), min(free))
     reasons |= chosen
     return cfg, [(name, f"{getattr(cfg, name)} ({why})") for name, why in reasons.items()]
-
-
-def free_memory(cfg, device):
-    """Bytes of a GPU that are free, at most cfg.gpu_gib of `bench.py step`; 0 without CUDA."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    limit = getattr(cfg, "gpu_gib", None)
-    return min(free, limit * memory.GIB) if limit else free
 
 
 def try_out(cfg, world, step):
@@ -73,8 +68,14 @@ def try_out(cfg, world, step):
     if world.main:
         verify(cfg.data_dir)
     steps = 2 + cuda_graph.EAGER_STEPS if cfg.cuda_graph else 2
-    length = dict(max_steps=step + steps, max_tokens=None, max_seconds=None, batch_schedule=None)
-    return dataclasses.replace(cfg, **length, save_interval=0)
+    return replace(
+        cfg,
+        max_steps=step + steps,
+        max_tokens=None,
+        max_seconds=None,
+        batch_schedule=None,
+        save_interval=0,
+    )
 
 
 def make_loader(cfg, world):
@@ -143,21 +144,25 @@ def build_model(cfg, world, weights=None, eot=None):
     """
     device = world.device
     analysis = ModelAnalysis(cfg, device)
-    if is_sharded(cfg):
+    sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
+    if sharded:
         with torch.device(device):  # its buffers and other tensors; its parameters are on meta
             model = models.on_meta(cfg)
-        prepare(model, cfg, world, eot, analysis)
-        models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
     else:
         dtype = torch.bfloat16 if cfg.weights == "bf16" else torch.float32
         model = models.build(cfg, device, cfg.seed, dtype)
-        prepare(model, cfg, world, eot, analysis)
+    prepare(model, cfg, eot, sharded)
+    if sharded:
+        fsdp.shard(model, cfg, world, analysis)
+        models.allocate(model, "cpu" if cfg.offload_states else device, cfg.seed)
     buffers = pack.persistent_buffers(model)
-    if weights:  # an edit may have added buffers
-        analysis.new = checkpoint.load_weights(model, weights, may_lack=buffers)
-    elif cfg.init_from:  # the model may have more, such as LoRA's or a second head's
-        own = dict(model.named_parameters()) | buffers
-        analysis.new = checkpoint.load_weights(model, open_initial_weights(cfg), may_lack=own)
+    may_lack = set(buffers)  # an edit may have added some
+    if not weights and cfg.init_from:
+        weights = open_initial_weights(cfg)
+        may_lack.update(name for name, _ in model.named_parameters())  # such as LoRA's
+    if weights:
+        new = checkpoint.load_weights(model, weights, may_lack)
+        warn(new and f"{listed(new)}: not in the checkpoint, with first values")
     for buffer in model.buffers():  # offload_states allocated them on the CPU
         buffer.data = buffer.data.to(device)
     parallel.broadcast(buffers.values())
@@ -179,13 +184,8 @@ def separator(cfg, loader):
     return eot
 
 
-def is_sharded(cfg):
-    return torch.distributed.is_initialized() and cfg.parallel != "ddp"
-
-
-def prepare(model, cfg, world, eot, analysis):
-    """Applies in this order: fp8, documents, remat, context parallel, compile, FSDP2."""
-    sharded = is_sharded(cfg)
+def prepare(model, cfg, eot, sharded):
+    """Applies in this order, before FSDP2: fp8, documents, remat, context parallel, compile."""
     if cfg.offload_states and not sharded:
         raise UserError(
             "offload_states=True needs a process group; start it with torchrun, 1 rank or more"
@@ -203,8 +203,6 @@ def prepare(model, cfg, world, eot, analysis):
         context_parallel.apply(model, cfg)
     if cfg.compile:
         compile_model(model, sharded)
-    if sharded:
-        fsdp.shard(model, cfg, world, analysis)
 
 
 def choose_fp8_layers(model):
@@ -245,10 +243,9 @@ def wrap(model, cfg, world, analysis, optimizer):
 
     optimizer: the name of one whose states are not known, or None.
     """
-    if cfg.parallel == "ddp":
-        unused = bool(analysis.problem or analysis.unused or analysis.draws)
-        return ddp.wrap(model, cfg, world, unused), []
-    return model, fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
+    rows = fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
+    unused = bool(analysis.problem or analysis.unused or analysis.draws)
+    return ddp.wrap(model, cfg, world, unused), rows
 
 
 def open_initial_weights(cfg):
@@ -281,9 +278,11 @@ def open_initial_weights(cfg):
 def describe(cfg, training, start):
     """Rows of the start-up summary: model, memory, data, batch, and where it resumes."""
     analysis, world, state = training.analysis, training.world, training.state
-    steps = tokens = None  # the clock decides
+    tokens = None
+    until = f"{cfg.max_seconds} s of steps; max_steps does not count"
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
+        until = f"{steps}: {tokens:,} tokens"
     other = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
@@ -297,11 +296,6 @@ def describe(cfg, training, start):
     of_rank = f"{cfg.rank_tokens:,} on each of {world.size} ranks"
     micro = f"{training.accumulation} micro-steps of {of_rank}"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
-    if world.size > 1:
-        rows.append(("timeout_s", f"{cfg.timeout_s}: a rank for which others wait longer is lost"))
-    until = f"{cfg.max_seconds} s of steps; max_steps does not count"
-    if steps is not None:
-        until = f"{steps}: {tokens:,} tokens"
     rows.append(("run", f"steps {state.step} to {until}"))
     return rows + start.rows(cfg)
 

@@ -1,19 +1,18 @@
 """Evaluations: validation loss, bits per byte and standard errors, HellaSwag, samples, your own."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import optim
-from corpus import DataError
+from run.checkpoint import everywhere
 from run.logger import progress
 from run.signals import Stopped
 from scale import context_parallel, generators, parallel
-from system.errors import UserError, is_rank_0
+from system.errors import UserError
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
@@ -112,56 +111,43 @@ def in_words(figures):
     return " | ".join(words)
 
 
-@dataclass
-class Evaluation:
-    """A function of the model that is called every `interval` steps and at the end.
-
-    It returns {figure: number, or text}, the same on every rank. It runs on all ranks, each with
-    whole rows of one document, without gradients, in the run's precision and with the model in eval
-    mode; random numbers that it draws do not change those of training.
-    """
-
-    interval: int
-    function: Callable
-    at_start: bool = True  # before step 1 too
-
-
 class Evaluations:
     """The evaluations of a run: named functions at intervals; one chooses the best checkpoint."""
 
-    def __init__(self, state, autocast, log, watch, cfg):
-        """state: a train.State, of which `evaluated` is set here."""
-        self.state = state
-        self.autocast = autocast
+    def __init__(self, training, log, watch):
+        """training: a train.Training, of whose state `evaluated` is set here."""
+        self.training = training
         self.log = log
         self.watch = watch
-        self.cfg = cfg
-        self.each = {}  # {name: Evaluation}
+        self.each = {}  # {name: (interval, function)}
         self.best = None, None  # name, figure that chooses the best checkpoint, the lowest
 
-    def add(self, name, interval, function, best=None, **options):
-        """Adds an Evaluation; interval=0: never. options: its other fields.
+    def add(self, name, interval, function, best=None):
+        """Adds a function of the model: called before the first step, at intervals and at the end.
 
-        best: its figure that chooses the best checkpoint, in place of those that were to before.
+        It returns {figure: number, or text}, the same on every rank. It runs on all ranks, each
+        with whole rows of one document, without gradients, in the run's precision and with the
+        model in eval mode; random numbers that it draws do not change those of training.
+        interval: in steps; 0: never. best: its figure that chooses the best checkpoint, in place of
+        those that were to before.
         """
         if name in TAKEN or name in self.each:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if interval:
-            self.each[name] = Evaluation(interval, function, **options)
+            self.each[name] = interval, function
             if best:
                 self.best = name, best
 
     def due(self):
-        """Names of those that are due now; none if a run resumed here had evaluated before."""
-        step = self.state.step
-        if step == self.state.evaluated:
-            return []
-        ended = optim.share_done(self.state, self.cfg) == 1
-        found = []
-        for name, own in self.each.items():
-            at_interval = step % own.interval == 0 and (step > 0 or own.at_start)
-            if at_interval or ended:
-                found.append(name)
+        """{name: function} of those that are due; none if a run resumed here had evaluated."""
+        state = self.training.state
+        if state.step == state.evaluated:
+            return {}
+        ended = optim.share_done(state, self.training.cfg) == 1
+        found = {}
+        for name, (interval, function) in self.each.items():
+            if ended or state.step % interval == 0:
+                found[name] = function
         return found
 
     def run(self):
@@ -169,14 +155,20 @@ class Evaluations:
 
         The score is of the evaluation that chooses the best checkpoint; None without one.
         """
-        state = self.state
+        state = self.training.state
+        model = state.model
+        device = parallel.device_of(model)
         chooser, figure = self.best
         score = None
-        state.model.eval()
+        model.eval()
         with contextlib.suppress(Stopped):
-            for name in self.due():
+            for name, function in self.due().items():
                 self.watch.check()
-                found = self._figures(self.each[name])
+                began = parallel.synchronize(device)
+                with generators.preserved(device), torch.no_grad(), self.training.autocast:
+                    with context_parallel.whole_rows(model):
+                        found = function(model) or {}
+                found["seconds"] = parallel.synchronize(device) - began
                 self.log.print(f"{name} {state.step} | {in_words(found)}")
                 self.log.record(name, state.step, **found)
                 if name == chooser:
@@ -184,19 +176,9 @@ class Evaluations:
                     if not math.isfinite(score):
                         self.log.refuse(state.step, f"{name} {figure} {score}")
             state.evaluated = state.step
-        state.model.train()
+        model.train()
         self.watch.agreed()  # a signal that came meanwhile ends the run before its next step
         return score
-
-    def _figures(self, evaluation):
-        """What an evaluation returns, and the seconds that it took."""
-        model = self.state.model
-        device = parallel.device_of(model)
-        began = parallel.synchronize(device)
-        with generators.preserved(device), torch.no_grad(), self.autocast:
-            with context_parallel.whole_rows(model):
-                found = evaluation.function(model) or {}
-        return found | {"seconds": parallel.synchronize(device) - began}
 
 
 def add_evaluations(evaluations, cfg, world, val_loaders):
@@ -215,7 +197,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
             prompt = cfg.sample_prompt
             return {"texts": sampling.texts(model, tokenizer, prompt, seed=cfg.seed, **SAMPLES)}
 
-        evaluations.add("sample", cfg.sample_interval, sample, at_start=False)
+        evaluations.add("sample", cfg.sample_interval, sample)
     if cfg.hellaswag_interval:
         add_hellaswag(evaluations, cfg, tokenizer)
 
@@ -229,17 +211,15 @@ def add_validation(evaluations, cfg, world, loaders):
     # runs can be compared where this text is the same
     held_out = f"{splits}; {cfg.eval_tokens} tokens in rows of {cfg.block_size}"
 
-    def own_tokens(x, y):
-        return context_parallel.own_tokens(cfg, world, x, y)
+    own_tokens = functools.partial(context_parallel.own_tokens, cfg, world)
 
     def evaluate(model):
         folders = {}
-        check = evaluations.watch.check
         for weight, loader in loaders:
             tokens = max(loader.T, round(weight * cfg.eval_tokens))
             # as in training, with its document masks, and rows divided by context parallelism
             with context_parallel.whole_rows(model, False):
-                scored = score_rows(model, loader, tokens, own_tokens, check)
+                scored = score_rows(model, loader, tokens, own_tokens, evaluations.watch.check)
             score = loss_of_table(*scored)
             folders[loader.data_dir] = score
         if len(folders) > 1:
@@ -256,20 +236,13 @@ def add_validation(evaluations, cfg, world, loaders):
 def add_hellaswag(evaluations, cfg, tokenizer):
     import hellaswag
 
-    examples = None
-    if is_rank_0():
-        try:
-            examples = hellaswag.load(cfg.hellaswag_file)
-        except DataError as error:
-            if cfg.hellaswag_file:
-                raise
-            evaluations.log.warn(f"{error}; this run goes on without")
-    examples = parallel.gather_objects(examples)[0]
-    if not examples:
+    try:
+        examples = everywhere(hellaswag.load, cfg.hellaswag_file)
+    except UserError as error:
+        if cfg.hellaswag_file:
+            raise
+        evaluations.log.warn(f"{error}; this run goes on without")
         return
     prepared = hellaswag.prepare(examples, tokenizer, cfg.block_size)
-
-    def evaluate(model):
-        return hellaswag.score(model, prepared, check=evaluations.watch.check)
-
-    evaluations.add("hellaswag", cfg.hellaswag_interval, evaluate)
+    score = functools.partial(hellaswag.score, prepared=prepared, check=evaluations.watch.check)
+    evaluations.add("hellaswag", cfg.hellaswag_interval, score)

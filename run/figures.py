@@ -1,7 +1,5 @@
 """A step's figures: its loss and GPT.forward's extras, as means over the targets of all ranks."""
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -43,11 +41,13 @@ class Figures:
         return sums
 
     def over_ranks(self, totals, norm, own):
-        """The Means of a step over all ranks.
+        """A step's figures over all ranks, for `means`, on their way to the host: parallel.Later.
 
-        norm: of the gradients; own: {name: a further number of this rank}. It takes one all-reduce,
-        for which no host waits, except in the first step, when the ranks compare extras.
+        norm: of the gradients; own: {name: a further number of this rank}, the same names in each
+        step. It takes one all-reduce, for which no host waits, except in the first step, when the
+        ranks compare extras.
         """
+        self.own = list(own)
         if not self.compared:
             self.compared = True
             agreement.same_on_all_ranks({"extras of GPT.forward": self.names})
@@ -57,28 +57,20 @@ class Figures:
         figures = [total.to(loss) for total in (*totals, norm)]
         figures += [torch.full_like(loss, number) for number in own.values()]
         sums = parallel.sum_over_ranks(torch.stack(figures))
-        return Means(self, list(own), parallel.Later(sums / self.ranks))
+        return parallel.Later(sums / self.ranks)
 
-
-@dataclass
-class Means:
-    """A step's figures on their way to the host."""
-
-    figures: Figures
-    own: list  # names
-    later: parallel.Later
-
-    def get(self):
+    def means(self, later):
         """(loss, norm, {extra: mean}, {name in `own`: mean}); waits for the step's end.
 
-        The loss is None where the step had no target.
+        later: from `over_ranks`. The loss is None where the step had no target.
         """
-        figures = self.figures
-        part, targets, *values = self.later.get()
+        part, targets, *values = later.get()
         loss = None  # targets: of a rank, on average
         if targets:
-            loss = part * (figures.batch_tokens / figures.ranks / targets)
-        extras = {name: value / (targets or 1) for name, value in zip(figures.names, values)}
+            loss = part * (self.batch_tokens / self.ranks / targets)
+        extras = {}
+        for name, value in zip(self.names, values):
+            extras[name] = value / (targets or 1)
         norm, *own = values[len(extras) :]
         return loss, norm, extras, dict(zip(self.own, own))
 

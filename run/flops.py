@@ -1,6 +1,5 @@
 """What any model.py computes (operations, FLOPs, MFU), from a forward and backward on meta."""
 
-import pickle
 import re
 from collections import Counter
 
@@ -49,10 +48,10 @@ def peak_flops(device, precision):
 
 
 class OperationCounter(TorchFunctionMode):
-    """Within it operations run in plain PyTorch, which forms.fused tells it of, and are counted.
+    """Counts the calls of operations that run within it, and FLOPs; notes which tensors are read.
 
-    calls: {(operation, None or why it is not fused): n}. read: tensors of which something other
-    than a linear layer makes others, parameters among them.
+    calls: Counter of (operation, why it is plain; None: it is fused). read: those that something
+    other than an operation takes, parameters among them.
     """
 
     def __init__(self, device_type, dtype):
@@ -61,19 +60,14 @@ class OperationCounter(TorchFunctionMode):
         self.calls = Counter()
         self.read = set()
         self.flops = FlopCounterMode(display=False)
-        self.attention = 0  # FLOPs of all pairs of tokens
+        self.causal = 0  # FLOPs of all pairs of tokens, in causal attention
         self.inside = False  # of an operation that is fused, and so are those that it calls
 
-    def __enter__(self):
-        forms.counting = self
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        forms.counting = None
-        super().__exit__(*error)
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        before = self.flops.get_total_flops()
         result = function(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("is_causal"):
+            self.causal += self.flops.get_total_flops() - before
         if any(map(torch.is_tensor, tree_leaves(result))):
             self.read.update(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         return result
@@ -81,11 +75,8 @@ class OperationCounter(TorchFunctionMode):
     def run(self, form, definition, args, kwargs):
         """A call in plain PyTorch, which the form notes; none of the forms returns a result."""
         outer = self.inside
-        before = self.flops.get_total_flops()
         form(definition, *args, **kwargs)
         result = definition(*args, **kwargs)
-        if form is forms.attention:
-            self.attention += self.flops.get_total_flops() - before
         self.inside = outer
         return result
 
@@ -118,18 +109,19 @@ class ModelAnalysis:
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
         generators.seed(cfg.seed)  # as all ranks do, since DDP depends on what is found
-        before = pickle.dumps(generators.others())
-        with operations:
-            try:
+        before = str(generators.others())
+        forms.counting = operations
+        try:
+            with operations:
                 self.flops_per_token = flops_per_token(model, cfg, operations)
-            except Exception as error:  # of any type: meta tensors have no values
-                self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        except Exception as error:  # of any type: meta tensors have no values
+            self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            forms.counting = None
         self.calls = operations.calls
         self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
-        # parameters and buffers that no checkpoint gave a value, though one was loaded
-        self.new = []
-        self.draws = before != pickle.dumps(generators.others())
+        self.draws = before != str(generators.others())
         self.regular = ran == list(model.blocks)
         self.unused, self.read_elsewhere = [], []
         for name, p in model.named_parameters():
@@ -149,16 +141,12 @@ class ModelAnalysis:
 
     def rows(self):
         """Rows of the start-up summary: which calls are fused, which are plain, and why."""
-        rows = []
-        if self.new:
-            rows.append(("new", f"{listed(self.new)}: not in the checkpoint, with first values"))
         if self.problem:
-            rows.append(("operations", "not counted, nor is MFU: the forward fails on meta"))
-            return [*rows, ("", self.problem)]
+            return [("operations", f"not counted, nor is MFU, on meta: {self.problem}")]
         by_reason = {None: []}
         for (name, reason), n in self.calls.items():
             by_reason.setdefault(reason, []).append(f"{name} {n}")
-        rows.append(("operations", f"fused: {', '.join(by_reason.pop(None)) or 'none'}"))
+        rows = [("operations", f"fused: {', '.join(by_reason.pop(None)) or 'none'}")]
         for reason, names in by_reason.items():
             rows.append(("plain", f"{', '.join(names)}: {reason}"))
         for edit in dict.fromkeys(forms.edits.values()):
@@ -171,18 +159,15 @@ class ModelAnalysis:
 def flops_per_token(model, cfg, operations):
     """FLOPs of a token for MFU.
 
-    Padding rows and recomputation do not count, nor does attention with document masks, whose FLOPs
-    the data decide.
+    Recomputation does not count, nor does attention with document masks, whose FLOPs the data
+    decide.
     """
-    tokens = torch.zeros(1, cfg.block_size, dtype=torch.long, device="meta")
+    T = cfg.block_size
+    tokens = torch.zeros(1, T, dtype=torch.long, device="meta")
     with operations.flops:
         loss, _, _ = model(tokens, tokens, None, reduction="mean")
     loss.backward()
-    T = cfg.block_size
-    forward = operations.flops.get_total_flops() - operations.attention
+    forward = operations.flops.get_total_flops() - operations.causal
     if not cfg.document_mask:  # of T keys a query sees (T + 1) / 2 on average
-        forward += operations.attention * (T + 1) // (2 * T)
-    padding = 0
-    if any(name == "linear_cross_entropy" for name, _ in operations.calls):  # the usual loss
-        padding = 2 * (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-    return 3 * (forward / T - padding)
+        forward += operations.causal * (T + 1) // (2 * T)
+    return 3 * forward / T

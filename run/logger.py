@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-import dataclasses
+import copy
 import json
 import math
 import os
@@ -10,20 +10,19 @@ import shlex
 import shutil
 import statistics
 import sys
-import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import optim
-from configurator import changed, columns
-from scale import parallel
+from configurator import changed
+from corpus import as_user_error
 from scale.cuda_graph import EAGER_STEPS
-from scale.shards import local
 from system import files
-from system.errors import UserError, is_rank_0, listed
+from system.errors import UserError, is_rank_0
 
 LONG = 2.0  # s; a step that takes longer is waited for, so that a stop costs no second one
 SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many steps is warned of
@@ -31,18 +30,6 @@ SPIKE, SETTLED = 6.0, 100  # a loss so many sigma above the mean of so many step
 
 class NotFinite(UserError):
     exit_code = 5
-
-
-@dataclasses.dataclass
-class Launched:
-    """A step that was launched. The device may still compute it, so `means.get` waits."""
-
-    step: int
-    tokens: int  # read by all ranks up to its end
-    lr: float
-    began: parallel.Moment  # before it
-    means: object  # figures.Means
-    seconds: float = 0.0  # of steps up to its end, once it is read
 
 
 def device_name(device):
@@ -54,13 +41,9 @@ def describe_device(world):
 
 
 def show(rows, say=print):
-    """Prints rows (name, value), aligned; on a terminal long values go on below themselves."""
+    """Prints rows (name, value), aligned."""
     for name, value in rows:
-        line = f"{name:<12} {value}"
-        if sys.stdout.isatty():
-            below = " " * 13
-            line = textwrap.fill(line, columns(), subsequent_indent=below, break_on_hyphens=False)
-        say(line)
+        say(f"{name:<12} {value}")
 
 
 class Logger:
@@ -71,8 +54,8 @@ class Logger:
         self.began = time.perf_counter()
         self.file = self.wandb = self.saved_at = None
         # a step is read late, on CUDA when the next one is queued, so that the device has work
-        self.unread = collections.deque()  # of Launched
-        self.late = 0  # steps that stay unread
+        self.unread = None  # what `step` was given of one that the device may still compute
+        self.late = 0  # steps that stay unread: 0 or 1
         self.own = {}  # means over the ranks of what they gave to `step`, of the step read last
         self.tokens = 0  # read by all ranks up to that step
         self.seconds = 0.0  # that it took
@@ -103,41 +86,22 @@ class Logger:
         if not self.world.main:
             return
         out_dir = Path(self.cfg.out_dir)
-        config = dataclasses.asdict(self.cfg)
         path = out_dir / "log.jsonl"
-        files.write_json(out_dir / "config.json", config)
         self.file = open(path, "a", buffering=1)  # writes line by line
         # a kill may have cut the last line short: it would spoil the next one
         self.file.truncate(path.read_bytes().rfind(b"\n") + 1)
         if self.cfg.wandb:
-            with self._or_without_wandb():
-                self._start_wandb(out_dir, config)
+            import wandb
 
-    def _start_wandb(self, out_dir, config):
-        import wandb
-
-        kept = out_dir / "wandb_id"  # with which a resumed run goes on
-        if self.saved_at is None or not kept.exists():
-            kept.write_text(wandb.util.generate_id())
-        self.wandb = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "pretrain"),
-            name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
-            dir=out_dir,
-            config=config,
-            id=kept.read_text(),
-            resume="allow",
-        )
-        # the steps of a run that is resumed go back, which wandb's own may not
-        self.wandb.define_metric("*", step_metric="step")
-
-    @contextlib.contextmanager
-    def _or_without_wandb(self):
-        """Where wandb fails, for which it has many types of errors, training goes on without it."""
-        try:
-            yield
-        except Exception as error:
-            self.wandb = None
-            self.warn(f"wandb is off ({error!r}); log.jsonl goes on")
+            name = os.environ.get("WANDB_NAME", out_dir.resolve().name)
+            with as_user_error("wandb=True"):
+                kept = out_dir / "wandb_id"  # with which a resumed run goes on
+                if self.saved_at is None or not kept.exists():
+                    kept.write_text(wandb.util.generate_id())
+                same = dict(id=kept.read_text(), resume="allow")
+                self.wandb = wandb.init(name=name, dir=out_dir, config=asdict(self.cfg), **same)
+            # the steps of a run that is resumed go back, which wandb's own may not
+            self.wandb.define_metric("*", step_metric="step")
 
     def record(self, kind, step, **values):
         """A line of log.jsonl, where inf and NaN are null as in JSON, and in wandb as kind/name."""
@@ -147,28 +111,27 @@ class Logger:
                 self.file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         if self.wandb and kind != "start":  # which has no figures of a step
             figures = {f"{kind}/{name}": value for name, value in finite.items()}
-            with self._or_without_wandb():
+            try:
                 self.wandb.log({"step": step, **figures})
+            except Exception as error:  # of one of many types; training goes on
+                self.wandb = None
+                self.warn(f"wandb is off ({error!r}); log.jsonl goes on")
 
-    def start(self, state, rows, given, analysis):
-        """Prints and records the start-up summary.
+    def start(self, training, rows, given):
+        """Prints and records the start-up summary, with the settings that are no defaults.
 
-        What is printed has the command line; log.jsonl has all settings that are no defaults.
-        state: a train.State; given: the user's Config; analysis: a flops.ModelAnalysis.
+        training: a train.Training; given: the user's Config.
         """
-        self.analysis, self.model, self.tokens = analysis, state.model, state.tokens
+        state = training.state
+        self.training, self.tokens = training, state.tokens
         self.seconds_before, self.steps_before = state.seconds, state.step
         self.mean_seconds = state.seconds / max(1, state.step)
-        self.last, self.width = "", 5  # the run's last step, where that is known, and its digits
-        if not self.cfg.max_seconds:
-            steps, _ = optim.length_of_run(self.cfg, state.step, state.tokens)
-            self.last, self.width = f"/{steps}", len(str(steps))
         pairs = [f"{name}={shlex.quote(str(value))}" for name, value in changed(given).items()]
         settings = " ".join(pairs) or "all defaults"
-        rows = [describe_device(self.world), *rows]
-        show([*rows, ("settings", given.command_line or settings)], self.print)
-        rows.append(("settings", settings))
-        self.record("start", state.step, flops_per_token=analysis.flops_per_token, rows=rows)
+        rows = [describe_device(self.world), *rows, ("settings", settings)]
+        show(rows, self.print)
+        flops = training.analysis.flops_per_token
+        self.record("start", state.step, flops_per_token=flops, rows=rows)
 
     def saved(self, step, folder):
         """A checkpoint is complete.
@@ -184,13 +147,12 @@ class Logger:
         kind = "stopped" if stopped else "done"
         kept = "none: nothing was saved"
         if self.saved_at is not None:
-            place = f"{self.cfg.out_dir} at step {self.saved_at}"
-            kept = f"{place}; to go on, the same command with --resume=auto"
+            kept = f"{self.cfg.out_dir} at step {self.saved_at}; to go on, add --resume=auto"
         took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"
         show([(kind, took), ("checkpoint", kept)], self.print)
         self.record(kind, step)  # the last line, which a run that was killed lacks
         if self.wandb:
-            with self._or_without_wandb():
+            with contextlib.suppress(Exception):
                 self.wandb.finish()
 
     def elapsed(self, step):
@@ -200,68 +162,68 @@ class Logger:
         """
         return self.seconds_before + (step - self.steps_before) * self.mean_seconds
 
-    def step(self, state, lr, means, began):
+    def step(self, state, lr, later, began):
         """Takes a step that was launched, and reads all but the newest `late` of those launched.
 
         Returns the ranks' means of `own` (see Figures) at the step read last: this one, or on CUDA
         the one before, since the device still computes this one.
 
-        state: a train.State after the step; means: its figures.Means; began: a parallel.Moment
-        before it.
+        state: a train.State after the step; later: from Figures.over_ranks; began: a
+        parallel.Moment before it.
         """
-        self.unread.append(Launched(state.step, state.tokens, lr, began, means))
-        while len(self.unread) > self.late:
-            self._read(self.unread.popleft())
+        self._read()
+        self.unread = copy.copy(state), lr, later, began
+        if not self.late:
+            self._read()
         return self.own
 
     def catch_up(self):
-        """Reads every step that was launched.
-
-        The time until the next one begins is then no step's.
-        """
-        while self.unread:
-            self._read(self.unread.popleft())
+        """Reads the last step, if it is not read; the time until the next one is then no step's."""
+        self._read()
         self.mark = None
 
-    def _read(self, launched):
-        """Waits for a step's end; takes its time, logs it, and only then looks for what is wrong.
+    def _read(self):
+        """Waits for the end of a step that is unread, takes its time, logs it, and then judges it.
 
         So the log has the line of a step that ends the run.
         """
-        loss, norm, extras, self.own = launched.means.get()
+        if self.unread is None:
+            return
+        state, lr, later, began = self.unread
+        self.unread = None
+        loss, norm, extras, self.own = self.training.figures.means(later)
         self.late = 0
         # of a step before; the ranks' mean, so that all do the same
         if self.world.device.type == "cuda" and self.own["seconds a step"] < LONG:
             self.late = 1
         # since the end of the one before, or since its own beginning
-        end = launched.means.later.moment
-        self.seconds = end.since(self.mark or launched.began)
-        self.mark = end
-        if launched.step - self.steps_before > self.steps_to_compile:
+        self.seconds = later.moment.since(self.mark or began)
+        self.mark = later.moment
+        if state.step - self.steps_before > self.steps_to_compile:
             self.steps_timed += 1
             self.mean_seconds += (self.seconds - self.mean_seconds) / self.steps_timed
-        launched.seconds = self.elapsed(launched.step)
-        self._log_line(launched, loss, norm, extras)
-        self._judge(launched.step, loss, norm)
+        state.seconds = self.elapsed(state.step)
+        self._log_line(state, lr, loss, norm, extras)
+        self._judge(state.step, loss, norm)
 
-    def _log_line(self, launched, loss, norm, extras):
+    def _log_line(self, state, lr, loss, norm, extras):
         """A step's line of log.jsonl, and at an interval of the console."""
-        step, lr = launched.step, launched.lr
-        rate = (launched.tokens - self.tokens) / self.seconds
-        self.tokens = launched.tokens
+        step = state.step
+        rate = (state.tokens - self.tokens) / self.seconds
+        self.tokens = state.tokens
         ms = self.seconds * 1e3
-        mfu = self.analysis.mfu(rate, self.world.size)
+        mfu = self.training.analysis.mfu(rate, self.world.size)
         gib = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
         values = dict(loss=loss, lr=lr, norm=norm, dt_ms=ms, tok_per_s=rate, mfu=mfu, gib=gib)
         self.record("train", step, tokens=self.tokens, **values, extras=extras)
-        share = optim.share_done(launched, self.cfg)  # of the run
+        share = optim.share_done(state, self.cfg)  # of the run
         if step % self.cfg.log_interval and step != self.steps_before + 1 and share < 1:
             return
         eta = "n/a"
-        if launched.seconds:
-            eta = tqdm.format_interval(launched.seconds / share - launched.seconds)
+        if state.seconds:
+            eta = tqdm.format_interval(state.seconds / share - state.seconds)
         shown = "     n/a" if loss is None else f"{loss:8.4f}"
-        line = f"step {step:>{self.width}}{self.last} | loss {shown} | {ms:8,.1f} ms"
+        line = f"step {step:>6} {share:4.0%} | loss {shown} | {ms:8,.1f} ms"
         line += f" | {rate:>9,.0f} tok/s"
         if mfu is not None:
             line += f" | mfu {mfu:5.1%}"
@@ -294,9 +256,8 @@ class Logger:
 
     def refuse(self, step, figures):
         """Raises NotFinite, which says what may be known of the cause."""
-        spoilt = [n for n, p in self.model.named_parameters() if not local(p).isfinite().all()]
         advice = "try a lower --lr, or --attention=flash; experiments/norms.patch shows norms"
-        what = f"{figures}; last saved step: {self.saved_at}; not finite now: {listed(spoilt)}"
+        what = f"{figures}; last saved step: {self.saved_at}"
         raise NotFinite(f"step {step}: {what}; {advice} before it")
 
     def _look_for_spike(self, step, loss):

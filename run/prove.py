@@ -50,7 +50,7 @@ def prove(make, cfg, world, loader, eot):
         return [("prove", "no, as set")]
     began = time.perf_counter()
     note = Path(cfg.out_dir) / "proved"
-    same = replace(cfg, out_dir="", resume="none", overwrite=False)
+    same = replace(cfg, resume="none", overwrite=False)
     facts = f"{source.tag()} {same} {world.size} {world.device.type} {torch.__version__}"
     if parallel.gather_objects(note.exists() and note.read_text() == facts)[0]:
         return [("prove", "done before, of this code with these settings and ranks")]
@@ -64,12 +64,10 @@ def prove(make, cfg, world, loader, eot):
     finally:
         memory.UNIT_MIB = unit
         gc.collect()  # models refer to themselves
-        torch.cuda.empty_cache()
     rows = [("prove", f"{time.perf_counter() - began:.1f} s")]
     if cfg.dry_run:
         return rows + [("", words) for words in found]
     if world.main:
-        note.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomic(note, facts)
     return rows
 
@@ -151,9 +149,10 @@ class Proof:
         if any(calls != self.calls for calls in parallel.gather_objects(self.calls)):
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
-        modes = [f"{n}={getattr(cfg, n)}" for n, off in OFF.items() if getattr(cfg, n) != off]
+        modes = f"parallel={cfg.parallel}, context_parallel={cfg.context_parallel}"
+        why = f"{modes}, remat={cfg.remat}: model.py fails"
         # an error ends this rank, for which the others may wait in a collective: torchrun ends them
-        with as_user_error(f"{', '.join(modes)}: model.py fails", advice=" (docs/experiment.md)"):
+        with as_user_error(why, advice=" (docs/experiment.md)"):
             self.built = self.build(cfg, self.weights)
             totals = self.accumulate(self.built)
             built = self.step(self.built, totals, self.plain["gradient"])
@@ -174,11 +173,13 @@ class Proof:
     def build(self, cfg, weights=None):
         """A Training of settings that are changed to those of a trial."""
         B, T = self.batches[0][0].shape
-        changes = dict(
+        if self.narrow:
+            cfg = replace(cfg.narrow(), block_size=T)
+        cfg = replace(
+            cfg,
             batch_size=B,
             batch_tokens=MICRO_STEPS * B * T * (self.world.size // cfg.context_parallel),
             init_from=None,
-            clip=None,
             dropout=0.0,
             precision="fp32",
             weights="fp32",
@@ -187,10 +188,8 @@ class Proof:
             compile=False,
             cuda_graph=False,
         )
-        if self.narrow:
-            cfg = replace(cfg.narrow(), block_size=T)
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
-        training = self.make(replace(cfg, **changes), self.world, loader, weights, self.eot)
+        training = self.make(cfg, self.world, loader, weights, self.eot)
         training.state.model.train()
         return training
 
@@ -214,9 +213,12 @@ class Proof:
 
     def plain_gradients(self, cfg):
         """(Training, totals) of plain code; self.calls gets the number of each block that runs."""
-        training = self.build(replace(cfg, **OFF, remat_every=1, remat_tile=None))
+        training = self.build(replace(cfg, **OFF))
         self.model = training.model = training.state.model  # not in DDP
-        fill(self.model, cfg.seed)
+        generators.seed(cfg.seed)
+        for p in self.model.parameters():  # whose first values may be zero
+            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+            p.data.add_(torch.randn_like(p), alpha=scale)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls = calls = []
         for number, block in enumerate(self.model.blocks):
@@ -236,14 +238,20 @@ class Proof:
             if not gradients:
                 parallel.sum_over_ranks(p.grad.div_(self.world.size))
         norm = training.normalize_and_clip(totals)
-        loss, *_ = training.figures.over_ranks(totals, norm, {}).get()
+        figures = training.figures.over_ranks(totals, norm, {})
+        loss, *_ = training.figures.means(figures)
         found = {"loss": {"this model.py": torch.tensor(loss)}}
         grads = {name: p.grad for name, p in parameters.items()}
         found["gradient"] = whole(grads)
         # under context parallelism a rank's buffers are those of its tokens
         found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
-        for places in range(3):
-            give(parameters, gradients or found["gradient"], places)
+        gradients = gradients or found["gradient"]
+        for places in range(3):  # rows of whole gradients, whose elements move by some places
+            for name, p in parameters.items():
+                p.grad = None
+                if gradients[name].any():
+                    p.grad = torch.zeros_like(p)
+                    copy_into(p.grad, gradients[name].roll(places))
             generators.seed(self.draws)
             training.update(totals, norm)
         found["update"] = {name: t - self.weights[name] for name, t in whole(parameters).items()}
@@ -316,14 +324,6 @@ class Proof:
 # -- parts of a trial
 
 
-@torch.no_grad()
-def fill(model, seed):
-    """Adds random numbers to parameters, whose first values may be zero."""
-    generators.seed(seed)
-    for p in model.parameters():
-        p.add_(torch.randn_like(p), alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.1)
-
-
 def whole(tensors):
     """Copies of {name: tensor}, whole where ranks hold rows of them."""
     found = {}
@@ -347,13 +347,3 @@ def largest_error(found, expected):
         error = (found[name] - there).norm() / (there.norm() + 0.01 * total + 1e-30)
         errors.append((error.nan_to_num(torch.inf).item(), name))
     return max(errors)
-
-
-@torch.no_grad()
-def give(parameters, gradients, places):
-    """Gives parameters their rows of whole gradients, whose elements move by some places."""
-    for name, p in parameters.items():
-        p.grad = None
-        if gradients[name].any():
-            p.grad = torch.zeros_like(p)
-            copy_into(p.grad, gradients[name].roll(places))

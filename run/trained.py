@@ -1,6 +1,5 @@
 """Loads a trained model and its tokenizer for scripts: a checkpoint or Hugging Face weights."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from corpus import chat
@@ -18,8 +17,6 @@ def load(cfg, mask_documents=False):
     """
     if (cfg.checkpoint is None) == (cfg.pretrained is None):
         raise UserError("give one of --checkpoint=FOLDER and --pretrained=FOLDER_OR_HUB_NAME")
-    if cfg.parallel == "fsdp" and not launched():
-        raise UserError("parallel=fsdp divides the model among ranks; start it with torchrun")
     world = parallel.start(cfg.device, timeout_s=3600)
     # waits until all have connected: then a rank that ends on a mistake below breaks no connection
     parallel.barrier()
@@ -46,15 +43,8 @@ def load_model(cfg, world, precision):
         saved = hf.open_hf(cfg.pretrained)
     else:
         saved = checkpoint.open_model(cfg.checkpoint)
-    among = world if cfg.parallel == "fsdp" else None
+    among = world if cfg.parallel == "fsdp" and launched() else None
     return checkpoint.model_of(saved, world.device, precision, among), saved
-
-
-def other(cfg):
-    """The settings of the model in the folder cfg.against; None without one."""
-    if cfg.against:
-        return replace(cfg, checkpoint=cfg.against, pretrained=None)
-    return None
 
 
 def folders(cfg, tokenizer):

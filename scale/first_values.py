@@ -20,27 +20,24 @@ EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defau
 
 
 class Writes(TorchDispatchMode):
-    """Within it `empty` is memory of torch.empty that nothing was written to since.
+    """Notes within it which memory has no values but those of a layer's `reset_parameters`.
 
-    written: numbers of the memory that something but a `reset_parameters` wrote to.
+    unset: {a storage's number: it, or its parameter, so that no other gets its number}.
     """
 
     def __init__(self):
         super().__init__()
-        self.empty = {}  # {a storage's number: it, so that no other gets its number}
-        self.written = set()
+        self.unset = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in EMPTY:
-            self.empty[number_of(result)] = result.untyped_storage()
+            self.unset[number_of(result)] = result.untyped_storage()
         elif function._schema.is_mutable:
             frames = traceback.walk_stack(sys._getframe())
-            resets = any(frame.f_code.co_name == "reset_parameters" for frame, _ in frames)
-            for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
-                self.empty.pop(number_of(tensor), None)
-                if not resets:
-                    self.written.add(number_of(tensor))
+            if not any(frame.f_code.co_name == "reset_parameters" for frame, _ in frames):
+                for tensor in filter(torch.is_tensor, tree_leaves((args[:1], kwargs))):
+                    self.unset.pop(number_of(tensor), None)
         return result
 
 
@@ -55,18 +52,20 @@ def made(make, place):
     or instead of the layer's own.
     """
     writes = Writes()
-    given = {}  # {parameter: whether it had a value before a module had it}
+    seen = set()
 
     def register(module, name, parameter):
-        if parameter is None or parameter in given:
+        if parameter is None or parameter in seen:
             return
+        seen.add(parameter)
         # a reset_parameters of model.py's own is meant to replace what the parameter was made of
         reset = getattr(type(module), "reset_parameters", None)
         own = reset is not None and not reset.__module__.startswith("torch.")
-        unwritten = writes.empty.pop(number_of(parameter), None)  # `place` may free it
-        given[parameter] = unwritten is None and not own
+        memory = writes.unset.pop(number_of(parameter), None)  # `place` may free it
         place(parameter)
-        writes.written.discard(number_of(parameter))
+        # that of another parameter has its values
+        if own or isinstance(memory, torch.UntypedStorage):
+            writes.unset[number_of(parameter)] = parameter
 
     handle = register_module_parameter_registration_hook(register)
     try:
@@ -74,10 +73,8 @@ def made(make, place):
             model = make()
     finally:
         handle.remove()
-    model.given = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if given.get(parameter, True) or number_of(parameter) in writes.written:
-            model.given.add(name)
+    named = model.named_parameters(remove_duplicate=False)
+    model.given = {name for name, p in named if number_of(p) not in writes.unset}
     return model
 
 

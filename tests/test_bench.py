@@ -173,16 +173,18 @@ def test_the_batch_that_is_chosen_divides_and_is_the_largest_that_fits(name, ran
 
 def test_the_gpu_with_the_least_memory_decides(monkeypatch):
     """Of any rank; `bench.py step` may use a part of it."""
-    cuda, gpt2 = torch.device("cuda", 0), str(ROOT / "config/gpt2_124m.py")
+    cuda = torch.device("cuda", 0)
     monkeypatch.setattr(build, "pick_precision", lambda *_: ("bf16", "a test"))
     monkeypatch.setattr(build, "pick_ops", lambda *_: ("fused", "a test"))
     monkeypatch.setattr(build, "best_attention", lambda *_: ("cudnn", "a test"))
     free = lambda device: (23 * memory.GIB, 24 * memory.GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    share = iter([1.0, 11 / 24, 1.0])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: next(share))
     cfg = recipe("gpt2_124m", "--batch_size=auto")
     chosen = lambda cfg: build.choose(cfg, cuda)[0].batch_size
     assert chosen(cfg) == 32
-    assert chosen(configure(StepConfig, [gpt2, "--batch_size=auto", "--gpu_gib=11"])) == 16
+    assert chosen(cfg) == 16
     monkeypatch.setattr(parallel, "gather_objects", lambda free: [free, 7.5 * memory.GIB])
     assert chosen(cfg) == 8
 

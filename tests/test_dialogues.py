@@ -299,7 +299,7 @@ def masked_step(words):
     job = train.Training(build.choose(cfg, world.device)[0], world, loader)
     sums = job.accumulate(loader.next)
     norm = job.normalize_and_clip(sums)
-    loss = job.figures.over_ranks(sums, norm, {}).get()[0]
+    loss = job.figures.means(job.figures.over_ranks(sums, norm, {}))[0]
     loader.close()
     grads = {}
     for name, p in job.state.model.named_parameters():

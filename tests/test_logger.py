@@ -15,7 +15,6 @@ import torch
 from conftest import ROOT, flags, read_log, train_here
 
 import plot
-from run import logger
 from run.evaluate import TAKEN
 from run.figures import Figures
 from run.logger import SETTLED, Logger
@@ -30,8 +29,8 @@ def make(tmp_path, **settings):
     run.mkdir(exist_ok=True)
     cfg = Config(max_steps=1000, out_dir=str(run), **settings)
     log = Logger(WORLD, cfg)
-    log.last, log.width = "/1000", 4
-    log.analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
+    analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
+    log.training = SimpleNamespace(analysis=analysis)
     log.open()
     return log
 
@@ -40,10 +39,9 @@ def take(log, step, seconds, loss=3.0, norm=1.0, tokens=None, **extras):
     """A step of 1,000 tokens in `seconds`; the last figure is the time of the step before."""
     began = SimpleNamespace(time=0.0, event=None)
     moment = SimpleNamespace(since=lambda earlier: seconds)
-    means = SimpleNamespace(
-        get=lambda: (loss, norm, extras, [0.0]), later=SimpleNamespace(moment=moment)
-    )
-    log._read(logger.Launched(step, tokens or 1000 * step, 1e-3, began, means))
+    log.training.figures = SimpleNamespace(means=lambda later: (loss, norm, extras, [0.0]))
+    state = SimpleNamespace(step=step, tokens=tokens or 1000 * step)
+    log.step(state, 1e-3, SimpleNamespace(moment=moment), began)
 
 
 def lines(tmp_path):
@@ -72,7 +70,8 @@ def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
 def test_a_step_without_a_target_has_no_loss(tmp_path):
     figures = Figures(batch_tokens=1000, ranks=1)
     totals = figures.sums(torch.tensor(0.0), 0, {"aux": 1.0})
-    loss, norm, extras, own = figures.over_ranks(totals, torch.tensor(0.0), {"own": 2.0}).get()
+    later = figures.over_ranks(totals, torch.tensor(0.0), {"own": 2.0})
+    loss, norm, extras, own = figures.means(later)
     assert (loss, norm, extras, own) == (None, 0.0, {"aux": 0.0}, {"own": 2.0})
     take(make(tmp_path), 1, 1.0, loss=loss)
     assert lines(tmp_path)[-1]["loss"] is None
@@ -110,7 +109,7 @@ def test_a_run_outlives_its_console_and_another_script_ends(data_dir, tmp_path):
     words = flags(data_dir, tmp_path / "run", max_steps=2, sample_interval=1, compile=False)
     assert ranks.attempt(0, without_a_reader, "train.py", words)[0].codes == [0]
     kinds = [entry["kind"] for entry in read_log(tmp_path / "run")]
-    assert kinds.count("train") == 2 and kinds.count("sample") == 2 and kinds[-1] == "done"
+    assert kinds.count("train") == 2 and kinds.count("sample") == 3 and kinds[-1] == "done"
     words = ["memory", "config/test.py", "--precision=bf16"]
     assert ranks.attempt(0, without_a_reader, "bench.py", words)[0].codes == [141]
 

@@ -8,6 +8,7 @@ import io
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -40,6 +41,7 @@ def proved(edit, words):
         loader = make_loader(cfg, world)
         before = loader.state_dict()
         eot = separator(cfg, loader)
+        Path(cfg.out_dir).mkdir(exist_ok=True)
         try:
             with errors_explained(cfg, world):
                 ((_, found),) = run.prove.prove(train.Training, cfg, world, loader, eot)

@@ -247,7 +247,7 @@ PATCHES = [
         [(HEAD, HEAD + "        self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight\n")],
         (modes.PLAIN, modes.DDP, modes.FSDP),
         sample=(modes.FSDP,),
-        refused={modes.FSDP: "parallel=fsdp: model.py fails"},
+        refused={modes.FSDP: "model.py fails"},
     ),
     Patch(
         "a GRU in each block",
