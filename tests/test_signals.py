@@ -126,7 +126,7 @@ def train_told_in_evaluation(words, part, at_rank):
 
     def added(evaluations, name, interval, function, *more, **named):
         def told(model):
-            if evaluations.state.step == 4 and os.environ.get("RANK", "0") == str(at_rank):
+            if evaluations.training.state.step == 4 and os.environ.get("RANK", "0") == str(at_rank):
                 tell()
             return function(model)
 
