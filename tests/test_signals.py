@@ -251,7 +251,7 @@ def check_restarts(data_dir, tmp_path, kills, steps=60, **settings):
     process = start_torchrun(words, tmp_path / "log", "--max-restarts=3")
     text = (tmp_path / "log").read_text
     for step, rank in kills.items():
-        wait_for(lambda step=step: re.search(rf"step +{step}/", text()))
+        wait_for(lambda step=step: re.search(rf"step +{step} ", text()))
         os.kill(children(process.pid)[rank], signal.SIGKILL)
     assert process.wait(300) == 0, text()
     assert len(re.findall("^ *resumed ", text(), re.M)) == len(kills), text()
