@@ -12,7 +12,7 @@ from run.checkpoint import everywhere
 from run.logger import progress
 from run.signals import Stopped
 from scale import context_parallel, generators, parallel
-from system.errors import UserError
+from system.errors import UserError, is_rank_0
 
 SAMPLES = dict(n=4, max_new_tokens=64, temperature=0.8, top_k=50)
 # names that log.jsonl has already, which no evaluation may take
@@ -236,8 +236,9 @@ def add_validation(evaluations, cfg, world, loaders):
 def add_hellaswag(evaluations, cfg, tokenizer):
     import hellaswag
 
+    load = functools.partial(hellaswag.load, cfg.hellaswag_file) if is_rank_0() else list
     try:
-        examples = everywhere(hellaswag.load, cfg.hellaswag_file)
+        examples = parallel.gather_objects(everywhere(load))[0]
     except UserError as error:
         if cfg.hellaswag_file:
             raise
