@@ -152,7 +152,7 @@ class GPTConfig:
 @dataclass
 class Config(GPTConfig):
     # Run
-    out_dir: str = "out/run"  # the run's folder: log.jsonl, the code, checkpoints
+    out_dir: str = "out/run"  # the run's folder: log.jsonl, config.json, the code, checkpoints
     resume: str = "none"  # none; auto: the newest checkpoint in out_dir; or one's folder
     overwrite: bool = False  # start afresh in a used out_dir; its log and checkpoints are removed
     init_from: str | None = None  # first weights: a checkpoint's folder; hf:NAME sets the shape too

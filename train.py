@@ -6,10 +6,10 @@
         --rdzv_endpoint=HOST:29500 train.py ...  # two nodes
 
 Settings: a config file, then --key=value (`--help` lists them). Writes
-out_dir/log.jsonl, the code that ran (model.py, kernels.py, source.json) and
-checkpoints, step_*/. Exit codes: 0 done, 1 an error in the code or a lost rank,
-2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not finite, 128 + N
-saved and stopped by signal N (docs/operations.md).
+out_dir/log.jsonl, config.json, the code that ran (model.py, kernels.py,
+source.json) and checkpoints, step_*/. Exit codes: 0 done, 1 an error in the
+code or a lost rank, 2 a setting, 3 data, 4 a checkpoint, 5 numbers that are not
+finite, 128 + N saved and stopped by signal N (docs/operations.md).
 """
 
 from configurator import parse, run

@@ -221,8 +221,12 @@ def compile_model(model, sharded=False):
     backward of a custom operator, so that the compile cache would not notice an edit of it; it is
     given a digest of our code.
     """
+    from torch._inductor.codegen.triton import TritonOverrides  # takes a second
+
     # so many, since training, validation and HellaSwag have their own shapes
     torch._dynamo.config.recompile_limit = 64
+    # torch 2.13's dropout repeats its mask within a tensor, and recomputes another (pytorch#198333)
+    TritonOverrides._can_use_4x_random = staticmethod(lambda: False)
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.unsafe_marked_cacheable_functions = {

@@ -86,6 +86,7 @@ class Logger:
         if not self.world.main:
             return
         out_dir = Path(self.cfg.out_dir)
+        files.write_json(out_dir / "config.json", asdict(self.cfg))
         path = out_dir / "log.jsonl"
         self.file = open(path, "a", buffering=1)  # writes line by line
         # a kill may have cut the last line short: it would spoil the next one

@@ -201,7 +201,7 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="out_dir"):
             start(folder, *arguments, **options)
 
-    for name in ("model.py", "log.jsonl"):
+    for name in ("model.py", "config.json", "log.jsonl"):
         (tmp_path / name).write_text("mine")
         refused()
         refused("auto")

@@ -8,13 +8,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import peak_bytes
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import fast
 import kernels
 import model as models
 from fast import cublas, forms, gradients
 from fast.chips import best_attention
-from run import flops
+from run import build, flops
 from settings import GPTConfig
 
 
@@ -230,6 +231,28 @@ def test_compiled_attention_drops_in_its_backward_what_its_forward_dropped(devic
     product = (v.grad.float() * v.detach().float()).sum()
     assert product.item() == pytest.approx(square.item(), rel=0.01)
     assert square > 1.5 * kernels.attention(q, k, v, backend).float().square().sum()
+
+
+@pytest.mark.gpu
+def test_compiled_dropout_is_recomputed_as_it_was(device="cuda"):
+    """Of a transposed tensor; neighbours are dropped independently (pytorch#198333)."""
+    model = models.build(
+        GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=64), torch.device(device)
+    )
+    build.compile_model(model)
+
+    @torch.compile
+    def dropped(x):
+        return checkpoint(lambda x: F.dropout(x.mT, 0.5).contiguous(), x, use_reentrant=False)
+
+    x = torch.randn(8, 64, 4096, device=device).requires_grad_()
+    y = dropped(x)
+    y.backward(y.detach())
+    square = y.detach().square().sum().item()
+    assert (x.grad * x.detach()).sum().item() == pytest.approx(square, rel=1e-4)
+    kept = (y != 0).float()
+    for neighbour in (kept.roll(1, 1), kept.roll(1, 2)):
+        assert (kept == neighbour).float().mean().item() == pytest.approx(0.5, abs=0.01)
 
 
 def test_gradients_of_attention_have_the_layout_of_its_output():
