@@ -192,7 +192,7 @@ class Config(GPTConfig):
     eval_tokens: int = 10_485_760  # validation tokens, the same each time, divided among the ranks
     hellaswag_interval: int = 0  # HellaSwag, all 10,042 examples
     hellaswag_file: str | None = None  # a local copy; None: downloaded once and kept
-    sample_interval: int = 0  # steps between printed samples; log.jsonl has them too
+    sample_interval: int = 0  # print samples, not before the first step; log.jsonl has them too
     sample_prompt: str = "Hello, I'm a language model,"  # text that they continue
     # Checkpoints, console and logs
     save_interval: int = 1000  # steps between checkpoints, with one at the end; 0: never

@@ -119,22 +119,22 @@ class Evaluations:
         self.training = training
         self.log = log
         self.watch = watch
-        self.each = {}  # {name: (interval, function)}
+        self.each = {}  # {name: (interval, function, at_start)}
         self.best = None, None  # name, figure that chooses the best checkpoint, the lowest
 
-    def add(self, name, interval, function, best=None):
-        """Adds a function of the model: called before the first step, at intervals and at the end.
+    def add(self, name, interval, function, best=None, at_start=True):
+        """Adds a function of the model that is called at intervals and at the end.
 
         It returns {figure: number, or text}, the same on every rank. It runs on all ranks, each
         with whole rows of one document, without gradients, in the run's precision and with the
         model in eval mode; random numbers that it draws do not change those of training.
         interval: in steps; 0: never. best: its figure that chooses the best checkpoint, in place of
-        those that were to before.
+        those that were to before. at_start: whether it is called before the first step too.
         """
         if name in TAKEN or name in self.each:
             raise UserError(f"the name {name!r} of an evaluation is in use already; choose another")
         if interval:
-            self.each[name] = interval, function
+            self.each[name] = interval, function, at_start
             if best:
                 self.best = name, best
 
@@ -145,8 +145,9 @@ class Evaluations:
             return {}
         ended = optim.share_done(state, self.training.cfg) == 1
         found = {}
-        for name, (interval, function) in self.each.items():
-            if ended or state.step % interval == 0:
+        for name, (interval, function, at_start) in self.each.items():
+            at_interval = state.step % interval == 0 and (state.step or at_start)
+            if at_interval or ended:
                 found[name] = function
         return found
 
@@ -197,7 +198,7 @@ def add_evaluations(evaluations, cfg, world, val_loaders):
             prompt = cfg.sample_prompt
             return {"texts": sampling.texts(model, tokenizer, prompt, seed=cfg.seed, **SAMPLES)}
 
-        evaluations.add("sample", cfg.sample_interval, sample)
+        evaluations.add("sample", cfg.sample_interval, sample, at_start=False)
     if cfg.hellaswag_interval:
         add_hellaswag(evaluations, cfg, tokenizer)
 
