@@ -1,5 +1,8 @@
 """fp8.py against float64; without an NVIDIA GPU by Triton's interpreter, and PyTorch's products."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -13,6 +16,7 @@ import kernels
 import model as models
 from fast import cublas, forms, fp8
 from run import pack
+from train import State
 
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -270,6 +274,13 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         assert error(straight.double() * scale, w) < E4M3
 
 
+def state_of(model):
+    """A train.State without data."""
+    loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return State(model, optimizer, torch.amp.GradScaler(enabled=False), loader)
+
+
 def test_scales_go_on_where_they_were():
     """A resumed model's next loss and gradients are the saved one's, on the CPU to the last bit."""
     one, other = (in_fp8(small(n_layer=1)) for _ in range(2))
@@ -287,9 +298,8 @@ def test_scales_go_on_where_they_were():
             for p in one.parameters():
                 p.mul_(1.5)  # other largest numbers than in the call before, and other scales
     other.load_state_dict(one.state_dict())
-    own = [amax.clone() for amax in pack.magnitudes(one)]
+    tensors, values = copy.deepcopy(pack.pack(state_of(one)))
     anew = step(other)
-    for amax, saved in zip(pack.magnitudes(other), own, strict=True):
-        amax.copy_(saved)
+    pack.unpack(state_of(other), values, tensors)
     resumed, uninterrupted = step(other), step(one)
     assert all(map(same, resumed, uninterrupted)) and not all(map(same, anew, uninterrupted))
