@@ -2,7 +2,7 @@
 
     python convert.py --checkpoint=out/a --to_hf=out/hf # for transformers
     python convert.py --checkpoint=out/a --to_hf=out/hf --check
-    python convert.py --checkpoint=out/a --out=out/b    # one file a group
+    python convert.py --checkpoint=out/a --out=out/b    # merged
 
 docs/checkpoints.md lists the models. --check compares the logits of the export
 in transformers with those of the checkpoint. Hugging Face weights are read as
@@ -85,13 +85,13 @@ def compare(folder, saved, dtype):
 
 
 def merge(cfg):
-    """A checkpoint of many ranks -> one of one file for each group."""
-    from run import checkpoint
+    """A checkpoint in files of many ranks -> one with a single file of weights, one of states."""
+    from run import checkpoint, source
 
     folder, tensors, state = checkpoint.open_whole(cfg.checkpoint)
-    carried = folder / "tokenizer.json"
-    if carried.is_file():
-        state["config"]["tokenizer"] = str(carried)
+    warn(source.warning(folder))  # the merged one has the code of now beside it
+    if carried := checkpoint.carried_tokenizer(folder):
+        state["config"]["tokenizer"] = carried
     print(f"wrote {checkpoint.save_merged(cfg.out, tensors, state)}")
 
 

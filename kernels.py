@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-# -- positions and attention. Attention has no form: PyTorch chooses among its kernels by `backend`
+# -- positions and attention
 
 
 @operation(forms.rope)  # an RMSNorm without hooks, or nn.Identity; tables as of all rows
@@ -116,7 +116,7 @@ BACKENDS = {
 def attention(q, k, v, backend, dropout=0.0):
     """Causal softmax attention; q: (B, H, T, D); k, v: (B, H_kv, T, D) -> (B, H, T, D).
 
-    H_kv divides H. backend: a key of BACKENDS.
+    H_kv divides H. backend: a key of BACKENDS, by which PyTorch chooses one of its own kernels.
     """
     grouped = q.size(1) != k.size(1)
     # within what torch.compile traces, so that its cache knows the choice

@@ -183,7 +183,7 @@ def files_of_rank(tensors, values):
     """{file name: {name: tensor}} that this rank writes of what `pack` found.
 
     Of a model that FSDP2 divides each rank writes its rows. Other tensors are in one file where all
-    ranks have the same, else in one of each rank; the model has rank 0's too.
+    ranks have the same, else in a file of each rank; of buffers the model's file has rank 0's too.
     """
     rank, _ = parallel.rank_and_size()
     suffix = f".rank{rank:05d}" if values["shards"] > 1 else ""
@@ -411,6 +411,12 @@ def shape_in(tensors, name, vocab_size):
     return shape
 
 
+def carried_tokenizer(folder):
+    """The path of the tokenizer's file in a checkpoint, a text; None if it holds none."""
+    path = folder / "tokenizer.json"
+    return str(path) if path.is_file() else None
+
+
 @dataclass
 class SavedModel:
     """A trained model, of which no weights are read yet."""
@@ -426,10 +432,7 @@ def open_model(path):
     folder, tensors, state = open_whole(path)
     warn(source.warning(folder))
     config = state["config"]
-    tokenizer = config.get("tokenizer")
-    carried = folder / "tokenizer.json"
-    if carried.is_file():
-        tokenizer = str(carried)
+    tokenizer = carried_tokenizer(folder) or config.get("tokenizer")
     masks = config.get("document_mask", False)
     return SavedModel(tensors["model"], shape_of(config), tokenizer, masks)
 

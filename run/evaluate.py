@@ -237,6 +237,7 @@ def add_validation(evaluations, cfg, world, loaders):
 def add_hellaswag(evaluations, cfg, tokenizer):
     import hellaswag
 
+    # rank 0 alone reads or downloads the file, the others get its examples
     load = functools.partial(hellaswag.load, cfg.hellaswag_file) if is_rank_0() else list
     try:
         examples = parallel.gather_objects(everywhere(load))[0]

@@ -64,10 +64,13 @@ class OperationCounter(TorchFunctionMode):
         self.inside = False  # of an operation that is fused, and so are those that it calls
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        before = self.flops.get_total_flops()
-        result = function(*args, **(kwargs or {}))
-        if kwargs and kwargs.get("is_causal"):
-            self.causal += self.flops.get_total_flops() - before
+        kwargs = kwargs or {}
+        causal = kwargs.get("is_causal")
+        if causal:
+            self.causal -= self.flops.get_total_flops()  # before the call
+        result = function(*args, **kwargs)
+        if causal:
+            self.causal += self.flops.get_total_flops()
         if any(map(torch.is_tensor, tree_leaves(result))):
             self.read.update(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         return result

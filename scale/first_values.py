@@ -20,9 +20,10 @@ EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defau
 
 
 class Writes(TorchDispatchMode):
-    """Notes within it which memory has no values but those of a layer's `reset_parameters`.
+    """Notes which memory holds no values yet, or only those of a layer's `reset_parameters`.
 
-    unset: {a storage's number: it, or its parameter, so that no other gets its number}.
+    unset: {number of a storage: the storage, or the parameter that has it}; they are kept, since
+    the number of one that was freed may be given to another.
     """
 
     def __init__(self):

@@ -66,7 +66,8 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         backend = "cpu:gloo,cuda:nccl" if on_cpu else "nccl"
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        # NCCL's watchdog ends a process that waits for a lost rank 4 of these after timeout_s; 60 s
+        # in ms: NCCL's watchdog ends a process that waits for a lost rank four times as long after
+        # timeout_s, which by default is a minute
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
         torch.cuda.set_device(world.device)
     if not launched() or dist.is_initialized():
