@@ -261,6 +261,7 @@ class Proof:
     def steps(self, training):
         """Takes steps, UPDATES at a time by the same gradients -> what tells weights apart."""
         model = training.state.model
+        training.accumulation = 1
         for number in range(AFTER):
             if number % UPDATES == 0:
                 totals = self.accumulate(training)
