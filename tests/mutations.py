@@ -1,4 +1,4 @@
-"""Forty-five faults put into the code on purpose, one at a time: which of them do the tests find?
+"""Fifty faults put into the code on purpose, one at a time: which of them do the tests find?
 
     python tests/mutations.py              # all, each in a copy of the tree; half an hour
     python tests/mutations.py 3 17         # some, by number
@@ -118,6 +118,16 @@ MUTATIONS = [
              "test_checkpoint.py -k damaged_newest"),
     Mutation("run/checkpoint.py", 'if step_of(folder) != self.best.get("step"):', "if True:",
              "the best checkpoint is removed", "test_checkpoint.py -k best"),
+    Mutation("run/prove.py", "everywhere(self.compare_resumed)", "pass",
+             "no resume is proved", "test_prove.py"),
+    Mutation("run/prove.py", "everywhere(self.compare_tokens)", "pass",
+             "masks and later tokens are not proved", "test_prove.py"),
+    Mutation("run/prove.py", "if error > limit:", "if error > 100 * limit:",
+             "the proof lets gradients pass that are one percent off", "test_prove.py"),
+    Mutation("run/prove.py", "p.data.add_(torch.randn_like(p), alpha=scale)", "pass",
+             "the proof's weights stay zero where they begin so", "test_prove.py"),
+    Mutation("run/prove.py", "x[:, separators(T)] = eot", "pass",
+             "the proof's rows have no separators", "test_prove.py"),
     Mutation("run/evaluate.py", "deviations = amounts - mean * units",
              "deviations = amounts - amounts.mean()", "a standard error for rows of one length",
              "test_validate.py -k scatter"),
