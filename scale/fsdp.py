@@ -146,14 +146,16 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
     if edited or optimizer:  # the estimate of `room` does not hold
         return []
     left = room(cfg, world)
+    held = 0
     for unit, size in model.unit_bytes.items():
-        if size > left:
+        if size > left - held:
             break
-        left -= size
+        held += size
         unit.set_reshard_after_forward(False, recurse=False)
         model.unsharded_units.append(unit)
     count = f"{len(model.unsharded_units)} of {len(model.unit_bytes)} units"
-    return [("gathered", f"{count} stay gathered during a step")]
+    beside = f"{held / 2**30:.1f} GiB that the estimate does not count"
+    return [("gathered", f"{count} stay gathered during a step: {beside}")]
 
 
 def room(cfg, world):
