@@ -68,5 +68,5 @@ def test_the_model_is_proved_on_nccl(data_dir, tmp_path, settings):
 @pytest.mark.fault(60)
 @pytest.mark.parametrize("run", [0, *map(repeated, range(1, 7))])
 def test_restarts_on_nccl(data_dir, tmp_path, run):
-    """Three kills in one run, since the start of torchrun and its ranks takes most of the time."""
-    check_restarts(data_dir, tmp_path, {10: 1, 160: 0, 310: 1}, steps=500, **ON_GPUS)
+    """Each rank is killed once; torchrun gives the other, which waits in NCCL, 30 s to end."""
+    check_restarts(data_dir, tmp_path, {10: 1, 160: 0}, steps=300, **ON_GPUS)
