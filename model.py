@@ -11,6 +11,7 @@ Llama 3: https://arxiv.org/abs/2407.21783
 """
 
 import math
+import warnings
 from dataclasses import fields, replace
 
 import torch
@@ -372,5 +373,7 @@ def allocate(model, device, seed=None):
         vars(parameter).update(model.parameter_attributes[name])
     if seed is not None:
         torch.manual_seed(seed)
-        model.init_weights()
+        with warnings.catch_warnings():  # an edit's draw, of which CPU ranks would have equal rows
+            warnings.filterwarnings("error", "DTensor random operators")
+            model.init_weights()
     return model

@@ -143,6 +143,17 @@ def parts_of(optimizer):
     return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
 
 
+def fill_gradients(model, unused):
+    """Gives zeros to parameters without a gradient, such as those of an expert without tokens.
+
+    As FSDP2 does, so that a step is the same in every mode. unused: names of those that no loss
+    depends on, which stay without.
+    """
+    for name, p, trained in model.trained:
+        if trained and p.grad is None and name not in unused:
+            p.grad = torch.zeros_like(p)
+
+
 def clip_gradients(model, limit, factor):
     """Multiplies the gradients by factor, then limits their norm over all ranks.
 

@@ -118,6 +118,7 @@ class Training:
                 parallel.sync_gradients(self.model, last)
                 sums = self.micro_step(*batch)
             totals = sums if totals is None else torch._foreach_add(totals, sums)
+        optim.fill_gradients(self.state.model, self.analysis.unused)
         return totals
 
     def normalize_and_clip(self, totals):

@@ -98,7 +98,7 @@ class ModelAnalysis:
     """What a model computes: its `calls`, flops_per_token, `peak` (FLOP/s), `unused` parameters.
 
     unused: parameters without a gradient. regular: every block ran once. draws: the forward drew
-    from numpy's or Python's random numbers, which may decide what runs.
+    random numbers on the host, which may decide what runs.
     read_elsewhere: parameters that something other than an operation of kernels.py reads. problem:
     why the forward could not be run without values, so that nothing of this is known: values may
     decide which parameters it uses.
@@ -112,7 +112,7 @@ class ModelAnalysis:
         operations = OperationCounter(device.type, DTYPES.get(cfg.precision, torch.float32))
         self.flops_per_token = self.problem = None
         generators.seed(cfg.seed)  # as all ranks do, since DDP depends on what is found
-        before = str(generators.others())
+        before = generators.on_host()
         forms.counting = operations
         try:
             with operations:
@@ -124,7 +124,7 @@ class ModelAnalysis:
         self.calls = operations.calls
         self.peak = peak_flops(device, cfg.precision)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.draws = before != str(generators.others())
+        self.draws = before != generators.on_host()
         self.regular = ran == list(model.blocks)
         self.unused, self.read_elsewhere = [], []
         for name, p in model.named_parameters():

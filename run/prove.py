@@ -12,20 +12,23 @@ kernels and what train.py's loop does itself, docs/experiment.md says.
 import gc
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+import model as models
 from corpus import as_user_error
+from optim import parts_of
 from run import source
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
-from scale import generators, memory, parallel
+from scale import context_parallel, generators, memory, parallel
 from scale.shards import copy_into
 from system import files
-from system.errors import UserError, warn
+from system.errors import UserError, listed, warn
 
 MICRO_STEPS = 2
 PART = 32  # tokens of a row for each rank that shares it, of at least two
@@ -147,6 +150,8 @@ class Proof:
                 raise NotProved(f"without any mode, {why}") from None
             self.narrow = False  # an edit may need a width, or a depth
             return self.difference(cfg)
+        if cfg.remat in ("block", "attention") and any(parallel.gather_objects(self.drawing)):
+            return "a block draws numbers of numpy or Python, others when it is computed again"
         if any(calls != self.calls for calls in parallel.gather_objects(self.calls)):
             if cfg.parallel != "ddp" or cfg.context_parallel > 1:  # they would wait for each other
                 return "the ranks do not call the same blocks, as if each drew which"
@@ -213,17 +218,33 @@ class Proof:
         return found
 
     def plain_gradients(self, cfg):
-        """(Training, totals) of plain code; self.calls gets the number of each block that runs."""
+        """(Training, totals) of plain code.
+
+        self.calls gets the number of each block that runs, self.drawing of each that draws from
+        numpy's or Python's generator.
+        """
         training = self.build(replace(cfg, **OFF))
         self.model = training.model = training.state.model  # not in DDP
+        self.fresh = unsaved(self.model)
         generators.seed(cfg.seed)
         for p in self.model.parameters():  # whose first values may be zero
             scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
             p.data.add_(torch.randn_like(p), alpha=scale)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
-        self.calls = calls = []
+        self.calls, self.drawing = [], []
+        before = []
+
+        def enter(*_):
+            before.append(str(generators.others()))
+
+        def leave(number, *_):
+            self.calls.append(number)
+            if before.pop() != str(generators.others()):
+                self.drawing.append(number)
+
         for number, block in enumerate(self.model.blocks):
-            block.register_forward_hook(lambda *_, number=number: calls.append(number))
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(partial(leave, number))
         return training, self.accumulate(training)
 
     def step(self, training, totals, gradients=None):
@@ -278,7 +299,14 @@ class Proof:
         """A run that goes on, and one that is restored from what it saves, bit for bit."""
         tensors, values = pack(self.built.state)
         saved = {group: whole(named) for group, named in tensors.items()}
+        other = models.build(self.built.cfg, self.world.device, self.cfg.seed + 1)
+        if drawn := differences(self.fresh, unsaved(other)):
+            what = "model.py draws it at random, and no checkpoint holds it"
+            raise UserError(f"{listed(drawn)}: {what}: make it a buffer (docs/experiment.md)")
+        parts = parts_of(self.built.state.optimizer)
+        before = unsaved(self.built.state.model, parts)
         expected = self.steps(self.built)
+        changed = differences(before, unsaved(self.built.state.model, parts))
 
         def resumed():
             restored = self.build(self.built.cfg, saved["model"])
@@ -288,6 +316,8 @@ class Proof:
         found = resumed()
         if found == expected:
             self.found.append(f"{AFTER} steps after a resume are the same bit for bit")
+            what = "steps change it, and no checkpoint holds it (docs/experiment.md)"
+            warn(changed and f"{listed(changed)}: {what}")
         elif found == resumed():
             raise UserError(
                 "resume: model or optimizer keep what their state_dict lacks (docs/experiment.md)"
@@ -313,9 +343,15 @@ class Proof:
             return self.forward(other, y)[1] - logits  # (B, T, V)
 
         limit = LIMITS["loss"] * logits.norm()
-        if self.cfg.document_mask and changed_by(slice(last))[:, last:].norm() > limit:
+        masked, N = self.cfg.document_mask, self.cfg.context_parallel
+        if masked and changed_by(slice(last))[:, last:].norm() > limit:
             why = "a document's logits depend on the one before: tokens mix outside attn.core"
             raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
+        if masked or N > 1:
+            cfg = self.cfg.narrow() if self.narrow else self.cfg
+            if context_parallel.mixes_elsewhere(cfg, self.world.device, self.eot):
+                mode = "document_mask=True" if masked else f"context_parallel={N}"
+                raise UserError(f"{mode}: tokens mix outside attn.core (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
             warn("model.py lets a token see later ones")
         if loss == self.forward(x, y, seed=1)[0]:  # it draws no numbers
@@ -343,6 +379,35 @@ def whole(tensors):
             t = t.full_tensor()  # one rank's shard may be the whole, and then no copy
         found[name] = t.clone()
     return found
+
+
+def unsaved(model, optimizers=()):
+    """{name: number or tensor} that modules and optimizers keep where no checkpoint finds it."""
+    held = model.state_dict(keep_vars=True)
+    places = dict(model.named_modules())
+    places |= {type(part).__name__: part for part in optimizers}
+    found = {}
+    for place, owner in places.items():
+        for name, value in (vars(owner) | getattr(owner, "_buffers", {})).items():
+            full = f"{place}.{name}".removeprefix(".")
+            if torch.is_tensor(value) and not value.requires_grad:
+                value = value.detach().clone()
+            elif not isinstance(value, (int, float)):
+                continue
+            if full not in held:
+                found[full] = value
+    return found
+
+
+def differences(found, expected):
+    """Names of the values in `found` that `expected` has otherwise."""
+    names = []
+    for name, value in found.items():
+        other = expected.get(name)
+        same = value.equal(other) if torch.is_tensor(value) else value == other
+        if not same:
+            names.append(name)
+    return names
 
 
 def largest_error(found, expected):

@@ -25,6 +25,7 @@ from scale.cuda_graph import waits
 from system.errors import UserError, warn
 
 TRIAL_TOKENS = 64  # on which a KV cache proves itself
+MIXES = "model.py mixes tokens outside of attn.core"
 MARKS = 8  # channels of a key that say whether there is one: as many as flash attention pads to
 NO_KEY = -1e4  # in these channels: the softmax of such a key is zero
 
@@ -135,6 +136,8 @@ def objection(model, separator):
     try:
         KVCache(model)
         with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
+            if context_parallel.mixes_elsewhere(model.cfg.narrow(), torch.device("cpu"), separator):
+                return MIXES
             small = models.build(cfg, torch.device("cpu"), seed=0).eval()
             for parameter in small.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))  # first values may be zero
@@ -147,7 +150,7 @@ def objection(model, separator):
     except Exception as error:  # of any type: an edit's
         return f"{type(error).__name__}: {error}"
     if not (found - expected).std() < 1e-4 * expected.std():  # rounding makes 1e-6
-        return "model.py mixes tokens outside of attn.core"
+        return MIXES
 
 
 @functools.cache  # once for each reason

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 
 from scale import generators, memory
 from scale.activation_offload import ActivationStore, KeptTensor
+from system.errors import UserError
 
 aten = torch.ops.aten
 # they return attention's output, its logsumexp and small values
@@ -41,7 +42,10 @@ def apply(model, cfg):
     for i in memory.recomputed_blocks(cfg, len(model.blocks)):
         block = model.blocks[i]
         if cfg.remat == "selective" or cfg.remat_tile:
-            mlp = block.mlp
+            mlp = getattr(block, "mlp", None)
+            if not hasattr(mlp, "core"):
+                what = "remat=selective and remat_tile go around mlp.core"
+                raise UserError(f"{what}, and block {i} of model.py has none; try --remat=block")
             if not isinstance(mlp.core, RecomputedMLP):  # an edit's blocks may share it
                 mlp.core = RecomputedMLP(mlp.core, cfg.remat_tile)
         keeps_attention = cfg.remat == "attention"

@@ -16,8 +16,10 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_to_
 
 import kernels
 import model as models
-from scale import parallel
+from scale import generators, parallel
 from system.errors import UserError
+
+MIXED = 1024  # tokens over which it is looked for tokens that mix outside of attn.core
 
 
 @dataclasses.dataclass
@@ -64,6 +66,37 @@ def innermost(core):
     return core
 
 
+@torch.no_grad()
+def mixes_elsewhere(cfg, device, separator):
+    """Whether a token's logits depend on others where each attn.core gives a token its own value.
+
+    It builds a model of GPTConfig `cfg` with random weights, and compares two rows of random tokens
+    where they have the same ones. separator: an id of which they have some, or None.
+    """
+    T = min(cfg.block_size, MIXED)
+    cfg = dataclasses.replace(cfg, block_size=T, dropout=0.0)
+    model = models.build(cfg, device, seed=0).eval()
+    for p in model.parameters():
+        p.add_(0.1 * torch.randn_like(p))  # first values may be zero
+    rows = torch.randint(cfg.vocab_size, (2, T))
+    if separator is not None:
+        rows[torch.rand(2, T) < 0.2] = separator
+    same = (torch.rand(T) < 0.1).nonzero().flatten()
+    rows[1, same] = rows[0, same]
+    same = same.to(device)
+
+    def own_value(q, k, v, *_, **__):
+        return v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+
+    for module in attentions(model, "attention", any_core=True):
+        module.core = own_value
+    found = []
+    for row in rows:
+        generators.seed(0)  # what a forward draws is then alike
+        found.append(model.logits(row[None].to(device), same))
+    return (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
+
+
 @contextlib.contextmanager
 def whole_rows(model, whole=True):
     """Within it each rank has whole rows of its own, one document each, as HellaSwag needs them.
@@ -92,6 +125,8 @@ class Ulysses:
         group, N = self.ranks.group, self.ranks.group.size()
         if not self.ranks.on:
             return self.core(q, k, v, *options, **named)
+        if q.size(-1) != v.size(-1):
+            raise UserError("context_parallel: q, k and v of attn.core must have one width")
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         # heads of k and v are repeated if ranks would not have equally many
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))

@@ -72,16 +72,16 @@ class DocumentMask:
     def __init__(self, core, documents):
         self.core, self.documents = core, documents
 
-    def __call__(self, q, k, v, backend, dropout=0.0, **more):
+    def __call__(self, q, k, v, backend, dropout=0.0, *more, **named):
         if not self.documents.on:
-            return self.core(q, k, v, backend, dropout, **more)
+            return self.core(q, k, v, backend, dropout, *more, **named)
         if q.size(2) != self.documents.row:
             what = "model.py merges tokens, also those of two documents"
             raise UserError(f"document_mask=True: {what}; leave it out")
         usual = self.core is kernels.attention and "attention" not in forms.edits
         if usual and takes_varlen(v) and not dropout:  # an edit's, which varlen does not have
             return varlen_attention(q, k, v, self.documents.bounds, self.documents.longest.size(0))
-        return by_documents(self.core, self.documents, q, k, v, backend, dropout, **more)
+        return by_documents(self.core, self.documents, q, k, v, backend, dropout, *more, **named)
 
 
 def takes_varlen(v):
@@ -89,7 +89,7 @@ def takes_varlen(v):
 
 
 @torch.compiler.disable
-def by_documents(core, documents, q, k, v, *options, **more):
+def by_documents(core, documents, q, k, v, *options, **named):
     """core, any function of q: (B, H, T, D); k, v: (B, H_kv, T, D), on each document in turn."""
     B, _, T, _ = q.shape
     parts = []
@@ -97,7 +97,7 @@ def by_documents(core, documents, q, k, v, *options, **more):
         row, begin = divmod(first, T)
         end = begin + last - first
         own = [x[row : row + 1, :, begin:end] for x in (q, k, v)]
-        parts.append(core(*own, *options, **more))
+        parts.append(core(*own, *options, **named))
     y = torch.cat(parts, 2).unflatten(2, (B, T))  # (1, H, B, T, D)
     return y[0].transpose(0, 1)
 

@@ -51,6 +51,11 @@ def preserved(device):
         restore(before, device)
 
 
+def on_host():
+    """The states of those that are not a GPU's, to be compared."""
+    return str(others()), torch.get_rng_state().tolist()
+
+
 def others():
     """The states of numpy's and of Python's generator, cheaper than those of `states`."""
     return np.random.get_state(), random.getstate()

@@ -1,4 +1,4 @@
-"""Fifty faults put into the code on purpose, one at a time: which of them do the tests find?
+"""Fifty-two faults put into the code on purpose, one at a time: which of them do the tests find?
 
     python tests/mutations.py              # all, each in a copy of the tree; half an hour
     python tests/mutations.py 3 17         # some, by number
@@ -128,6 +128,10 @@ MUTATIONS = [
              "the proof's weights stay zero where they begin so", "test_prove.py"),
     Mutation("run/prove.py", "x[:, separators(T)] = eot", "pass",
              "the proof's rows have no separators", "test_prove.py"),
+    Mutation("scale/context_parallel.py", "(found[0] - found[1]).norm()", "0",
+             "tokens may mix over more than a trial's rows", "test_prove.py -k far"),
+    Mutation("train.py", "optim.fill_gradients(self.state.model, self.analysis.unused)", "pass",
+             "an expert without tokens moves under FSDP2 alone", "test_experiments.py -k experts"),
     Mutation("run/evaluate.py", "deviations = amounts - mean * units",
              "deviations = amounts - amounts.mean()", "a standard error for rows of one length",
              "test_validate.py -k scatter"),

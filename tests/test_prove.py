@@ -90,6 +90,12 @@ def token_shift():
 
 
 @edit
+def far_mix():
+    """Over more tokens than the rows of the trial have."""
+    block_forward(lambda block, y, idx: y + F.pad(y, (0, 0, 80, 0))[:, : y.size(1)])
+
+
+@edit
 def alibi():
     core_is(lambda q, k, v, *_: with_bias(q, k, v, torch.arange(1, q.size(1) + 1)))
 
@@ -127,6 +133,31 @@ def own_draws(seed):
 @edit
 def random_depth():
     after(models.Block, "forward", lambda y, block, x, *_: x if random.random() < 0.3 else y)
+
+
+@edit
+def rarely():
+    """A block that is left out so seldom that a few trials do not show it."""
+    after(models.Block, "forward", lambda y, block, x, *_: x if random.random() < 1e-6 else y)
+
+
+@edit
+def random_table():
+    def add(_, model, cfg):
+        model.table = torch.randn(cfg.n_embd)
+
+    after(models.GPT, "__init__", add)
+
+
+@edit
+def late_counter():
+    """With an effect after more steps than the proof takes."""
+
+    def change(block, y, idx):
+        block.calls = getattr(block, "calls", 0) + 1
+        return y.tanh() if block.calls > 10_000 else y
+
+    block_forward(change)
 
 
 @edit
@@ -279,6 +310,7 @@ def fails_on_a_rank():
 
 
 BLOCK, MASKED, CONTEXT = dict(remat="block"), dict(document_mask=True), dict(context_parallel=2)
+LONG = dict(block_size=256, batch_size=1, batch_tokens=512)
 FSDP, ZERO2 = dict(parallel="fsdp"), dict(parallel="zero2")
 PASSES = r"\d+\.\d s"
 # edit, ranks, settings, how what prove says begins, a word of a warning
@@ -290,6 +322,12 @@ CASES = [
     (None, 2, ZERO2 | CONTEXT | MASKED | BLOCK, PASSES, None),
     ("token_shift", 2, CONTEXT | FSDP, "refused: context_parallel=2", None),
     ("token_shift", 0, MASKED, "refused: document_mask", None),
+    ("far_mix", 0, MASKED | LONG, "refused: document_mask", None),
+    ("far_mix", 2, CONTEXT | LONG, "refused: context_parallel=2", None),
+    ("rarely", 0, BLOCK, "refused: remat=block: a block draws", None),
+    ("rarely", 0, dict(remat="selective"), PASSES, None),
+    ("random_table", 0, {}, "refused: table: .* at random", None),
+    ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
     ("no_mean", 2, {}, PASSES, "micro-steps"),
     ("no_mean", 2, CONTEXT, "refused: context_parallel=2", None),

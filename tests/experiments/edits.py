@@ -69,6 +69,22 @@ ROUTED = '''class Routed(nn.Module):
         return (parts * (chosen * scores).unsqueeze(-2)).sum(-1)
 
 
+class Rare(nn.Module):
+    """Sixteen MLPs, of which most have no token of a step."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.experts = nn.ModuleList(make_mlp(cfg) for _ in range(16))
+
+    def forward(self, x):
+        chosen = (x[..., 0].detach() * 8).long().clamp(-8, 7) + 8
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                y[chosen == number] = expert(x[chosen == number])
+        return y
+
+
 class Balance(nn.Module):
     def __init__(self):
         super().__init__()
@@ -325,6 +341,17 @@ PATCHES = [
         (modes.RESUMED, modes.BLOCK, modes.RESUMED_DDP, modes.FSDP, modes.RESUMED_FSDP),
         sample=(modes.RESUMED,),
         refused={modes.BLOCK: "remat=block: the buffer"},
+        settings=dict(lr=0.01),
+    ),
+    Patch(
+        "experts without tokens",
+        "their gradients are zeros in every mode: AdamW's momentum and decay move them alike",
+        [
+            (BLOCK_CLASS, ROUTED + BLOCK_CLASS),
+            (MAKE_MLP, MAKE_MLP + "        self.mlp = Rare(cfg)\n"),
+        ],
+        (modes.DDP, modes.FSDP, modes.BLOCK, modes.RESUMED_FSDP),
+        sample=(modes.FSDP,),
         settings=dict(lr=0.01),
     ),
 ]
