@@ -16,7 +16,7 @@ LAYERS = (modes.COMPILED, modes.SAMPLED, modes.CONTEXT)  # which is over shards
 LOSS = (modes.PLAIN, modes.MASKED, modes.ACCUMULATED, modes.DDP)
 # refused with context parallelism: an edit for which a rank needs more than its part of a row
 MIXES = {modes.CONTEXT: "context_parallel=2: the "}  # loss, or a gradient where weights are zero
-NO_CORE = {modes.SELECTIVE: "no attribute 'core'"}
+NO_CORE = {modes.SELECTIVE: "go around mlp.core"}
 
 
 def shelved(name, what, modes, edits=None, **more):
