@@ -92,7 +92,9 @@ class TokenLoader:
         self._check(shards)
         if self.split == "train":
             # in a thread, for which the end of the process does not wait
-            self.whole = ThreadPool(1).apply_async(fingerprint, (self.names, whole_digest))
+            pool = ThreadPool(1)
+            self.whole = pool.apply_async(fingerprint, (self.names, whole_digest))
+            pool.close()  # it takes no other task; an open one prints a traceback at the end
         self._start_at(0)
 
     @functools.cached_property
