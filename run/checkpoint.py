@@ -297,7 +297,7 @@ def open_whole(path):
         folder = parallel.gather_objects(max({*there} - tried, default=None))[0]
         if folder is None:
             what = "no whole checkpoint there; expected a run's folder or step_*/; for Hugging Face"
-            raise CheckpointError(f"{path}: {what} --init_from=hf:FOLDER, --pretrained=FOLDER")
+            raise CheckpointError(f"{path}: {what} use --init_from=hf:FOLDER, --pretrained=FOLDER")
         try:
             tensors, state, manifest = everywhere(verified, folder)
             if wrong := agreement.difference({"manifest.json": manifest}):

@@ -42,7 +42,9 @@ class Start:
         try:
             everywhere(unpack, state, self.state, self.tensors)
         except DataError as error:
-            raise DataError(f"{error}; that was {self.state['config']['data_dir']}") from None
+            raise DataError(
+                f"{error}; the checkpoint's data was {self.state['config']['data_dir']}"
+            ) from None
         if read_best(self.folder.parent).get("evaluated") == state.step:
             state.evaluated = state.step
         self.tensors.clear()  # closes the files
