@@ -273,8 +273,8 @@ def open_initial_weights(cfg):
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
         free.append("block_size")
     if wrong := saved.shape.differences(cfg, free):
-        why = f"is another model: {'; '.join(wrong)}; give its run's settings, or with hf: none"
-        raise UserError(f"init_from={cfg.init_from} {why}")
+        why = f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}"
+        raise UserError(f"{why}; with hf: leave these settings out, else give those of its run")
     tensors = saved.tensors
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]
