@@ -20,6 +20,7 @@ from functools import partial
 from configurator import parse, run
 from run.hf import adopt
 from settings import Config, check
+from system.errors import fail
 
 
 @dataclass
@@ -56,9 +57,11 @@ def main(name, cfg):
 
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
-    if name not in COMMANDS:
+    if name in ("--help", "-h"):
         print(__doc__.strip())
-        sys.exit(0 if name in ("--help", "-h") else 2)
+        sys.exit()
+    if name not in COMMANDS:
+        fail([f"{name} is no command; expected {' or '.join(COMMANDS)}"], 2)
     # of Hugging Face weights `memory` fetches config.json alone
     complete = partial(adopt, files=["config.json"]) if name == "memory" else adopt
     run(partial(main, name), parse(COMMANDS[name], complete=complete))

@@ -112,12 +112,13 @@ def load_tokenizer(cfg, out):
 
 def go_on(cfg, out, vocab_size, tokens):
     """The command that trains on so many tokens."""
+    given = [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={vocab_size}"]
     recipe = "config/quickstart.py" if tokens < 10e6 else "config/modern_124m.py"
     if cfg.is_chat:
         recipe = "--init_from=hf:NAME_OR_FOLDER --lr=2e-5 --document_mask"
+        del given[-1]  # the weights' own may be padded
     elif cfg.tokenizer == "chars":
         recipe = "config/shakespeare_char.py"
-    given = [f"--data_dir={out}", f"--vocab_size={vocab_size}", f"--out_dir=out/{out.name}"]
     return f"python train.py {recipe} {shlex.join(given)}"
 
 

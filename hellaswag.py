@@ -33,6 +33,8 @@ BATCH_TOKENS = {"cuda": 65_536, "mps": 4096, "cpu": 1024}
 class Config(TrainedConfig):
     file: str | None = None  # a local hellaswag_val.jsonl; None: downloads it to ~/.cache/hellaswag
 
+    others_names = {"hellaswag_file": "file"}
+
 
 def main(cfg):
     from run import evaluate, trained

@@ -234,6 +234,9 @@ class Config(GPTConfig):
         "grad_clip": "clip",
         "dtype": "precision",
         "eval_iters": "eval_tokens, which is in tokens",
+        "eval_only": "the script validate.py",
+        "always_save_checkpoint": "save_interval, whatever the loss",
+        "backend": "device, from which it follows",
     }
 
     def micro_tokens(self, ranks):
@@ -304,6 +307,8 @@ def check(cfg, ranks=None):
     if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
         form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
         found.append(f"batch_schedule={cfg.batch_schedule}: {form}")
+    if cfg.init_from in ("scratch", "resume"):  # nanoGPT's
+        found.append(f"init_from={cfg.init_from}: None is from scratch; --resume=auto goes on")
     refuse(found + cfg.problems())
     refuse(shape_conflicts(cfg, ranks))
 

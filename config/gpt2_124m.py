@@ -1,8 +1,7 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
 # GPT-2 124M on 10B tokens of FineWeb-Edu, whose shards `python fineweb.py` writes. The run should
 # end near a validation loss of 3.29. At the measured speeds it takes 4.4 h on one H200 (637,300
-# tokens/s), 3.6 h with
-# --precision=fp8, and 1.1 h on four H200s.
+# tokens/s), 3.5 h with --precision=fp8, and 1.1 h on four H200s.
 out_dir = "out/gpt2_124m"
 data_dir = "data/fineweb-edu"
 

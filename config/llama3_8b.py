@@ -2,8 +2,8 @@
 # The shape of Llama 3 8B (https://arxiv.org/abs/2407.21783) on data tokenized with its tokenizer:
 #   python fineweb.py --tokenizer=path/to/tokenizer.json --out_dir=data/fineweb-edu-llama3
 # Weights, gradients and AdamW's moments take 120 GiB, sharded over the ranks: 15 GiB on each of
-# eight. Four H200s reach 10,270 tokens/s each, and 11,010 with --parallel=zero2, both with
-# --reduce_dtype=bf16.
+# eight. With --reduce_dtype=bf16 four H200s reach 10,590 tokens/s each, four H100s 10,400, and
+# 10,627 with --parallel=zero2 (docs/results.md).
 out_dir = "out/llama3_8b"
 data_dir = "data/fineweb-edu-llama3"
 

@@ -92,7 +92,9 @@ class TokenLoader:
         self._check(shards)
         if self.split == "train":
             # in a thread, for which the end of the process does not wait
-            self.whole = ThreadPool(1).apply_async(fingerprint, (self.names, whole_digest))
+            pool = ThreadPool(1)
+            self.whole = pool.apply_async(fingerprint, (self.names, whole_digest))
+            pool.close()  # it takes no other task; an open one prints a traceback at the end
         self._start_at(0)
 
     @functools.cached_property
@@ -104,9 +106,10 @@ class TokenLoader:
         """Raises DataError for Shards that do not suffice or do not go together."""
         if self.tokens < self.batch_tokens or min(one.tokens for one in shards) <= self.T:
             raise DataError(
-                f"{self.data_dir}: the {self.split} split has {self.tokens:,} tokens, expected "
-                f"{max(self.batch_tokens, self.T + 1):,} for a global batch, of each folder "
-                f"{self.T + 1:,} for a row; lower --batch_tokens or --block_size"
+                f"{self.data_dir}: the {self.split} split has {self.tokens:,} tokens; a row of "
+                f"block_size={self.T} takes {self.T + 1:,} of each folder, a step "
+                f"{max(self.batch_tokens, self.T + 1):,} of all; lower --block_size or "
+                "--batch_tokens"
             )
         for one in shards:
             same_ids = np.array_equal(one.token_bytes, self.token_bytes)  # None: unknown

@@ -206,12 +206,13 @@ class Shards:
         self.token_bytes = read_token_bytes(folder)
         own = Path(folder, "tokenizer.json")  # also where the manifest's path is of another machine
         self.tokenizer = str(own) if own.is_file() else manifest.get("tokenizer")
-        if self.token_bytes is not None:
-            if not fits(vocab_size, self.token_bytes, self.eot):
-                raise DataError(
-                    f"vocab_size={vocab_size} is below the tokenizer's; try "
-                    f"--vocab_size={manifest['vocab_size']}"
-                )
+        sizes = self.token_bytes
+        if sizes is not None and not fits(vocab_size, sizes, self.eot):
+            raise DataError(
+                f"{folder} has the ids of {self.tokenizer}, more than vocab_size={vocab_size}; "
+                f"train a model with --vocab_size={manifest['vocab_size']}, or make the data "
+                "with the model's tokenizer"
+            )
         known = manifest["files"]
         self.paths = find_shards(folder, split, known)
         self.shards = [open_shard(path) for path in self.paths]

@@ -179,7 +179,7 @@ def field(record, key):
     """The text in a record's field, or a dialogue in one of CHATS; ValueError for others."""
     names = record if isinstance(record, dict) else ()
     if key not in names:
-        raise ValueError(f"it has {', '.join(names) or 'no fields'}")
+        raise ValueError(f"it has {', '.join(names) or 'no fields'}; try another --text_key")
     value = record[key]
     if isinstance(value, str):
         value.encode()  # a ValueError for half of a surrogate pair

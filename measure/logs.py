@@ -162,7 +162,7 @@ def compare(runs, others, y):
         spread = f" ±{side.ends.std(ddof=1):.4f}" if len(side.ends) > 1 else ""
         loss = f"{side.ends.mean():.4f}{spread}"
         spent = f"{side.seconds.mean():>9,.0f}{side.tokens.mean():>15,.0f}"
-        print(f"{side.name:<{width}}  {len(side.ends):>5}  {loss:<17}{spent}")
+        print(f"{side.name:<{width}}  {len(side.ends):>5}  {loss:<17}{spent.replace('nan', '  -')}")
     print(f"\n{first.name} less {second.name}, with 95% intervals")
     show_intervals(y, first.ends, second.ends, paired)
     tokens = [*first.tokens, *second.tokens]

@@ -83,6 +83,8 @@ def make_loader(cfg, world):
 
     docs/experiment.md describes them.
     """
+    if cfg.tokenizer:
+        refuse_other_tokenizer(cfg, cfg.tokenizer)
     return TokenLoader(
         cfg.data_dir,
         "train",
@@ -117,9 +119,9 @@ def for_rank(cfg, world):
 
 
 def refuse_other_tokenizer(cfg, tokenizer):
-    """Raises DataError if the data was made with another one than the weights of init_from.
+    """Raises DataError if the data was made with another one, whose ids have other bytes.
 
-    tokenizer: its name or file.
+    tokenizer: its name or file, given or of the weights in init_from.
     """
     for folder, _ in mixture.folders(cfg.data_dir):
         name = read_manifest(folder).get("tokenizer")
@@ -128,9 +130,9 @@ def refuse_other_tokenizer(cfg, tokenizer):
             continue
         if not np.array_equal(tokenizers.load(tokenizer).token_bytes(), sizes):
             raise DataError(
-                f"data_dir={folder} was tokenized with {name}, the weights of "
-                f"init_from={cfg.init_from} use {tokenizer}; make the data again with "
-                f"python fineweb.py --tokenizer={tokenizer}"
+                f"data_dir={folder} was tokenized with {name}, but --tokenizer or the weights in "
+                f"init_from={cfg.init_from} use {tokenizer}; leave --tokenizer out, or make the "
+                f"data again with python fineweb.py --tokenizer={tokenizer}"
             )
 
 
@@ -271,8 +273,8 @@ def open_initial_weights(cfg):
     if cfg.positions == "rope" or shorter:  # RoPE has no weights
         free.append("block_size")
     if wrong := saved.shape.differences(cfg, free):
-        why = f"is another model: {'; '.join(wrong)}; give the settings of its run"
-        raise UserError(f"init_from={cfg.init_from} {why}")
+        why = f"init_from={cfg.init_from} is another model: {'; '.join(wrong)}"
+        raise UserError(f"{why}; with hf: leave these settings out, else give those of its run")
     tensors = saved.tensors
     if cfg.positions == "learned" and shorter:
         tensors["wpe.weight"] = tensors["wpe.weight"][0 : cfg.block_size]

@@ -296,8 +296,8 @@ def open_whole(path):
         # rank 0's, since another node may not see the folder, or have its own
         folder = parallel.gather_objects(max({*there} - tried, default=None))[0]
         if folder is None:
-            what = "no whole checkpoint there; expected a run's folder, or a step_*/ of it"
-            raise CheckpointError(f"{path}: {what} (of Hugging Face: --init_from=hf:FOLDER)")
+            what = "no whole checkpoint there; expected a run's folder or step_*/; for Hugging Face"
+            raise CheckpointError(f"{path}: {what} use --init_from=hf:FOLDER, --pretrained=FOLDER")
         try:
             tensors, state, manifest = everywhere(verified, folder)
             if wrong := agreement.difference({"manifest.json": manifest}):

@@ -104,7 +104,8 @@ def in_words(figures):
         elif isinstance(value, list):
             words.append("\n".join(map(repr, value)))
         elif name.endswith("_stderr"):
-            words[-1] += f" ±{value:.4f}"
+            if not math.isnan(value):  # where a folder is a single document
+                words[-1] += f" ±{value:.4f}"
         else:
             shown = f"{value:.4f}" if isinstance(value, float) else value
             words.append(f"{name} {shown}")

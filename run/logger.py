@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import secrets
 import shlex
 import shutil
 import statistics
@@ -98,7 +99,7 @@ class Logger:
             with as_user_error("wandb=True"):
                 kept = out_dir / "wandb_id"  # with which a resumed run goes on
                 if self.saved_at is None or not kept.exists():
-                    kept.write_text(wandb.util.generate_id())
+                    kept.write_text(secrets.token_hex(4))
                 same = dict(id=kept.read_text(), resume="allow")
                 self.wandb = wandb.init(name=name, dir=out_dir, config=asdict(self.cfg), **same)
             # the steps of a run that is resumed go back, which wandb's own may not

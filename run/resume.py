@@ -5,6 +5,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corpus import DataError
 from run import source
 from run.checkpoint import (
     HIDDEN,
@@ -38,7 +39,12 @@ class Start:
         """Puts what the checkpoint holds into a train.State that was built with its weights."""
         if not self.folder:
             return
-        everywhere(unpack, state, self.state, self.tensors)
+        try:
+            everywhere(unpack, state, self.state, self.tensors)
+        except DataError as error:
+            raise DataError(
+                f"{error}; the checkpoint's data was {self.state['config']['data_dir']}"
+            ) from None
         if read_best(self.folder.parent).get("evaluated") == state.step:
             state.evaluated = state.step
         self.tensors.clear()  # closes the files

@@ -132,3 +132,5 @@ def test_a_mistake_needs_no_torch():
     done = script(["config/test", "--n_head=5"], NO_TORCH)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert "n_head=5" in done.stderr
+    done = script(["mem"], NO_TORCH, name="bench.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -212,7 +212,8 @@ def test_roles_of_other_files_and_those_that_vanish(chatml, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"conversations": m}) + "\n" for m in lines))
     given = dict(text_key="conversations", tokenizer=str(chatml), val_tokens=0)
-    assert "1 dialogues without an answer" in prepare(tmp_path / "d", file, **given)
+    shown = prepare(tmp_path / "d", file, **given)
+    assert "1 dialogues without an answer" in shown and "--vocab_size" not in shown
     (expected,) = rows_of(chatml, said("user", "a?", "assistant", "yes"))
     tokens, loss = read_mask(tmp_path / "d", "train")
     assert tokens.tolist() == expected["token"].tolist() * 3

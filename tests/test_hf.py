@@ -104,7 +104,10 @@ def test_tuned_and_exported(weights, byte_data, tmp_path):
     assert theirs.eos_token_id == 256 and theirs.chat_template == TEMPLATE
     assert theirs("aé")["input_ids"] == [97, 195, 169]
     name_tokenizer(byte_data, "gpt2", np.full(257, 2, np.int32))
-    refused(lambda: train.main(dataclasses.replace(cfg, overwrite=True)), "tokenized with gpt2")
+    cfg = dataclasses.replace(cfg, overwrite=True)
+    refused(lambda: train.main(cfg), "tokenized with gpt2")
+    new = dataclasses.replace(cfg, init_from=None)
+    refused(lambda: train.main(new), "init_from=None use")
 
 
 def test_characters_are_the_same_tokenizer_after_an_export(tmp_path):

@@ -24,14 +24,14 @@ from settings import Config
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def make(tmp_path, **settings):
+def make(tmp_path, saved_at=None, **settings):
     run = tmp_path / "run"
     run.mkdir(exist_ok=True)
     cfg = Config(max_steps=1000, out_dir=str(run), **settings)
     log = Logger(WORLD, cfg)
     analysis = SimpleNamespace(mfu=lambda tokens_per_s, devices: None)
     log.training = SimpleNamespace(analysis=analysis)
-    log.open()
+    log.open(saved_at)
     return log
 
 
@@ -65,6 +65,16 @@ def test_a_log_that_was_cut_short_stays_readable_and_has_no_nan(tmp_path):
         file.write('{"kind": "tr')
     make(tmp_path).record("train", 2, loss=float("inf"), norm=float("nan"))
     assert lines(tmp_path)[1:] == [{"kind": "train", "step": 2, "loss": None, "norm": None}]
+
+
+def test_a_resumed_run_goes_on_in_wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    found = set()
+    for saved_at in (None, 1):
+        log = make(tmp_path, saved_at, wandb=True)
+        found.add(log.wandb.id)
+        log.close(1, stopped=True)
+    assert found == {(tmp_path / "run/wandb_id").read_text()}
 
 
 def test_a_step_without_a_target_has_no_loss(tmp_path):

@@ -43,6 +43,8 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ("--batch_schedule=65000:0.5", 2, "try 131072"),
     ("--batch_schedule=65536", 1, "TOKENS:SHARE"),
     ("--max_seconds=9 --max_tokens=9", 1, "one of them"),
+    ("--init_from=resume", 1, "--resume=auto"),
+    ("--backend=nccl", 1, "device, from"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(words, ranks, message):
     with pytest.raises(UserError, match=message) as error:

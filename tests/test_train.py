@@ -146,7 +146,7 @@ def test_weights_of_another_tokenizer_than_the_data_are_refused(tmp_path):
     run("bytes", "a")
     run("chars", "b")
     run("chars", "c", init_from=tmp_path / "b")
-    command = "make the data again with python fineweb.py --tokenizer=bytes"
+    command = "leave .*, or make the data again with python fineweb.py --tokenizer=bytes"
     with pytest.raises(DataError, match=f"chars was tokenized with .*/a use bytes; {command}"):
         run("chars", "d", init_from=tmp_path / "a")
 
@@ -167,7 +167,7 @@ def test_resume_refuses_another_model_and_other_data(data_dir, tmp_path):
         train_here(data_dir, tmp_path / "run", resume="auto", n_layer=3, n_embd=32)
     other = shutil.copytree(data_dir, tmp_path / "data")
     write_shard(other / "py_train_000003.bin", stdlib_bytes(2_000))
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=f"the checkpoint's data was {data_dir}$"):
         train_here(other, tmp_path / "run", resume="auto", max_steps=6)
     log = train_here(other, tmp_path / "run", resume="auto", max_steps=6, allow_data_change=True)
     assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]

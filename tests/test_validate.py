@@ -15,7 +15,7 @@ import fineweb
 import validate
 from corpus.loader import DataError, TokenLoader
 from model import build
-from run.evaluate import figure
+from run.evaluate import figure, in_words
 from settings import GPTConfig
 from system.errors import UserError
 
@@ -57,6 +57,7 @@ def test_the_standard_error_is_the_scatter_of_means_over_other_documents():
         means, errors = [*means, mean], [*errors, error]
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.1)
     assert [*figure("loss", nats, units, documents * 0)] == ["loss"]  # of others it tells nothing
+    assert in_words({"loss": 1.0, "loss_stderr": np.nan}) == "loss 1.0000"  # nor of a mixture
 
 
 def test_rows_know_their_documents(shards):
