@@ -137,7 +137,7 @@ def test_a_gpu_takes_the_estimated_memory(mode):
     words += " --block_size=1024 --batch_tokens=32768 --remat=selective --precision=bf16"
     words += f" --device=cuda --parallel={mode}"
     [(losses, peak, estimate)] = call(1, three_steps_in_rank, words.split(), timeout=200)
-    assert peak == pytest.approx(estimate, rel=0.12)
+    assert peak == pytest.approx(estimate, rel=0.15)
     assert losses[0] == pytest.approx(11, abs=0.6) and losses[2] < losses[0]
 
 
