@@ -404,7 +404,10 @@ def differences(found, expected):
     names = []
     for name, value in found.items():
         other = expected.get(name)
-        same = value.equal(other) if torch.is_tensor(value) else value == other
+        if torch.is_tensor(value) and torch.is_tensor(other):
+            same = value.equal(other)
+        else:
+            same = value is other or value == other
         if not same:
             names.append(name)
     return names
