@@ -320,9 +320,8 @@ class Proof:
             what = "steps change it, and no checkpoint holds it (docs/experiment.md)"
             warn(changed and f"{listed(changed)}: {what}")
         elif found == resumed():
-            raise UserError(
-                "resume: model or optimizer keep what their state_dict lacks (docs/experiment.md)"
-            )
+            what = "model or optimizer keep what their state_dict lacks, or states not contiguous"
+            raise UserError(f"resume: {what} (docs/experiment.md)")
         else:
             warn("prove: a step twice gives other bits, so no resume was compared")
 
