@@ -112,13 +112,14 @@ def load_tokenizer(cfg, out):
 
 def go_on(cfg, out, vocab_size, tokens):
     """The command that trains on so many tokens."""
-    given = [f"--data_dir={out}", f"--out_dir=out/{out.name}", f"--vocab_size={vocab_size}"]
+    given = [f"--data_dir={out}", f"--out_dir=out/{out.name}"]
     recipe = "config/quickstart.py" if tokens < 10e6 else "config/modern_124m.py"
     if cfg.is_chat:
         recipe = "--init_from=hf:NAME_OR_FOLDER --lr=2e-5 --document_mask"
-        del given[-1]  # the weights' own may be padded
     elif cfg.tokenizer == "chars":
         recipe = "config/shakespeare_char.py"
+    if not cfg.is_chat:  # whose weights have their own, perhaps padded
+        given.append(f"--vocab_size={vocab_size}")
     return f"python train.py {recipe} {shlex.join(given)}"
 
 

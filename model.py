@@ -373,7 +373,8 @@ def allocate(model, device, seed=None):
         vars(parameter).update(model.parameter_attributes[name])
     if seed is not None:
         torch.manual_seed(seed)
-        with warnings.catch_warnings():  # an edit's draw, of which CPU ranks would have equal rows
+        with warnings.catch_warnings():
+            # on CPU ranks a draw into a sharded parameter gives each of them the same rows
             warnings.filterwarnings("error", "DTensor random operators")
             model.init_weights()
     return model

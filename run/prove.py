@@ -228,9 +228,7 @@ class Proof:
         self.model = training.model = training.state.model  # not in DDP
         self.fresh = unsaved(self.model)
         generators.seed(cfg.seed)
-        for p in self.model.parameters():  # whose first values may be zero
-            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-            p.data.add_(torch.randn_like(p), alpha=scale)
+        add_noise(self.model)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls, self.drawing = [], []
         before = []
@@ -256,7 +254,7 @@ class Proof:
         model = training.state.model
         parameters = dict(model.named_parameters())
         for p in parameters.values():
-            if p.grad is None:  # perhaps on this rank alone
+            if p.grad is None:  # no loss depends on it
                 p.grad = torch.zeros_like(p)
             if not gradients:
                 parallel.sum_over_ranks(p.grad.div_(self.world.size))
@@ -281,7 +279,7 @@ class Proof:
         return found
 
     def steps(self, training):
-        """Takes steps, UPDATES at a time by the same gradients -> what tells weights apart."""
+        """Takes AFTER steps, UPDATES in a row by the same gradients -> the weights' checksums."""
         model = training.state.model
         training.accumulation = 1
         for number in range(AFTER):
@@ -343,13 +341,13 @@ class Proof:
             return self.forward(other, y)[1] - logits  # (B, T, V)
 
         limit = LIMITS["loss"] * logits.norm()
-        masked, N = self.cfg.document_mask, self.cfg.context_parallel
+        masked = self.cfg.document_mask
+        N = self.cfg.context_parallel
         if masked and changed_by(slice(last))[:, last:].norm() > limit:
             why = "a document's logits depend on the one before: tokens mix outside attn.core"
             raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
         if masked or N > 1:
-            cfg = self.cfg.narrow() if self.narrow else self.cfg
-            if context_parallel.mixes_elsewhere(cfg, self.world.device, self.eot):
+            if context_parallel.mixes_elsewhere(self.long_model(), self.eot):
                 mode = "document_mask=True" if masked else f"context_parallel={N}"
                 raise UserError(f"{mode}: tokens mix outside attn.core (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
@@ -360,6 +358,15 @@ class Proof:
             if (parts - together).abs() > LIMITS["loss"] * together.abs():
                 warn("model.py's loss is no mean over tokens: it depends on ranks and micro-steps")
 
+    def long_model(self):
+        """A plain model as the trials' for rows as long as `mixes_elsewhere` takes."""
+        cfg = self.cfg.narrow() if self.narrow else self.cfg
+        length = min(cfg.block_size, context_parallel.MIXED)
+        cfg = replace(cfg, block_size=length, dropout=0.0)
+        model = models.build(cfg, self.world.device, cfg.seed).eval()
+        add_noise(model)
+        return model
+
     def forward(self, x, y, seed=0):
         """(the sum of the targets' losses, logits) of the plain model."""
         generators.seed(seed)
@@ -368,6 +375,14 @@ class Proof:
 
 
 # -- parts of a trial
+
+
+@torch.no_grad()
+def add_noise(model):
+    """Makes all weights random, since first values may be zero."""
+    for p in model.parameters():
+        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+        p.add_(torch.randn_like(p), alpha=scale)
 
 
 def whole(tensors):

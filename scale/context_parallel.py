@@ -19,7 +19,7 @@ import model as models
 from scale import generators, parallel
 from system.errors import UserError
 
-MIXED = 1024  # tokens over which it is looked for tokens that mix outside of attn.core
+MIXED = 1024  # tokens of a row in which `mixes_elsewhere` looks for others that a token sees
 
 
 @dataclasses.dataclass
@@ -67,18 +67,16 @@ def innermost(core):
 
 
 @torch.no_grad()
-def mixes_elsewhere(cfg, device, separator):
-    """Whether a token's logits depend on others where each attn.core gives a token its own value.
+def mixes_elsewhere(model, separator):
+    """Whether tokens of a model see others elsewhere than in attn.core.
 
-    It builds a model of GPTConfig `cfg` with random weights, and compares two rows of random tokens
-    where they have the same ones. separator: an id of which they have some, or None.
+    It replaces each core, for good, by one in which a token sees itself alone, and compares the
+    logits of two rows of random tokens where they have the same ones. model: one with random
+    weights, in eval mode. separator: an id that some of the tokens have, or None.
     """
-    T = min(cfg.block_size, MIXED)
-    cfg = dataclasses.replace(cfg, block_size=T, dropout=0.0)
-    model = models.build(cfg, device, seed=0).eval()
-    for p in model.parameters():
-        p.add_(0.1 * torch.randn_like(p))  # first values may be zero
-    rows = torch.randint(cfg.vocab_size, (2, T))
+    device = parallel.device_of(model)
+    T = min(model.cfg.block_size, MIXED)
+    rows = torch.randint(model.cfg.vocab_size, (2, T))
     if separator is not None:
         rows[torch.rand(2, T) < 0.2] = separator
     same = (torch.rand(T) < 0.1).nonzero().flatten()

@@ -66,8 +66,8 @@ def start(device="auto", timeout_s=600, expandable=False, on_cpu=False):
         backend = "cpu:gloo,cuda:nccl" if on_cpu else "nccl"
         if expandable and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        # in ms: NCCL's watchdog ends a process that waits for a lost rank four times as long after
-        # timeout_s, which by default is a minute
+        # ms; after timeout_s NCCL's watchdog waits four times as long before it ends the process,
+        # by default a minute
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
         torch.cuda.set_device(world.device)
     if not launched() or dist.is_initialized():
