@@ -75,10 +75,13 @@ class State:
 class Training:
     """A run's state and how a step is computed: precision, ranks, a CUDA graph or not."""
 
-    def __init__(self, cfg, world, loader=None, weights=None, eot=None):
-        """weights: a checkpoint's, or None. eot: separates documents, for document masks."""
+    def __init__(self, cfg, world, loader=None, weights=None, eot=None, analysis=None):
+        """weights: a checkpoint's, or None. eot: separates documents, for document masks.
+
+        analysis: a ModelAnalysis of this model, if there is one.
+        """
         self.cfg, self.world = cfg, world
-        model, self.analysis = build_model(cfg, world, weights, eot)
+        model, self.analysis = build_model(cfg, world, weights, eot, analysis)
         scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.precision == "fp16")
         self.state = State(model, optim.make_optimizer(model, cfg), scaler, loader)
         self.autocast = autocast(cfg.precision, world.device)

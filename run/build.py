@@ -136,16 +136,16 @@ def refuse_other_tokenizer(cfg, tokenizer):
             )
 
 
-def build_model(cfg, world, weights=None, eot=None):
+def build_model(cfg, world, weights=None, eot=None, analysis=None):
     """(model, ModelAnalysis): prepared, with its first values, loaded.
 
     On one device and in copies it is built for real; where FSDP2 shards, on meta until then.
 
     cfg: from `choose`. weights: a checkpoint's; None: those of cfg.init_from, or new ones. eot: the
-    separator of the data.
+    separator of the data. analysis: the model's, if it was made before.
     """
     device = world.device
-    analysis = ModelAnalysis(cfg, device)
+    analysis = analysis or ModelAnalysis(cfg, device)
     sharded = torch.distributed.is_initialized() and cfg.parallel != "ddp"
     if sharded:
         with torch.device(device):  # its buffers and other tensors; its parameters are on meta

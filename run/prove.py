@@ -36,7 +36,7 @@ PART = 32  # tokens of a row for each rank that shares it, of at least two
 # of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
 LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
-UPDATES = 3  # of these steps by the same gradients, since a forward and a backward take longer
+UPDATES = 5  # of these steps by the same gradients, since a forward and a backward take longer
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
 
@@ -110,6 +110,7 @@ class Proof:
     batches: list
     eot: int | None
     narrow = True
+    analysis = None  # of the model on meta, which is the same in every mode
 
     def run(self):
         """What was measured; raises UserError if the run differs from plain code, or NotProved."""
@@ -149,7 +150,7 @@ class Proof:
         except UserError as why:
             if not self.narrow or memory.total_and_block_parameters(cfg)[0] > OWN_WIDTHS:
                 raise NotProved(f"without any mode, {why}") from None
-            self.narrow = False  # an edit may need a width, or a depth
+            self.narrow, self.analysis = False, None  # an edit may need a width, or a depth
             return self.difference(cfg)
         if cfg.remat in ("block", "attention") and any(parallel.gather_objects(self.drawing)):
             return "a block draws numbers of numpy or Python, others when it is computed again"
@@ -196,7 +197,8 @@ class Proof:
             cuda_graph=False,
         )
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
-        training = self.make(cfg, self.world, loader, weights, self.eot)
+        training = self.make(cfg, self.world, loader, weights, self.eot, self.analysis)
+        self.analysis = training.analysis
         training.state.model.train()
         return training
 
@@ -234,11 +236,11 @@ class Proof:
         before = []
 
         def enter(*_):
-            before.append(str(generators.others()))
+            before.append(generators.others())
 
         def leave(number, *_):
             self.calls.append(number)
-            if before.pop() != str(generators.others()):
+            if before.pop() != generators.others():
                 self.drawing.append(number)
 
         for number, block in enumerate(self.model.blocks):

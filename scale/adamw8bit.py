@@ -23,8 +23,10 @@ from scale.shards import local, rows_of
 
 # tensors of fewer elements, and vectors, have float32 moments and in bf16 a float32 master copy
 SMALL = 4096
-# groups in a call of `update`, which needs 4 GiB for them where it is not compiled
-CHUNK = 2**18
+# groups in a call of `update`: not compiled it needs 4 GiB for them on a GPU; a CPU caches them
+CHUNK, CPU_CHUNK = 2**18, 2**12
+# elements up to which tensors are updated together where `update` is not compiled
+TOGETHER = 2**18
 SHIFT = 20  # bits of a float32 below the third bit of its mantissa
 # the codes of a group's largest first and largest second moment; code 0 is zero
 M_LEVELS, V_LEVELS = 127, 255
@@ -59,55 +61,70 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            small, coded = [], {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if is_coded(p):
-                    self.update_coded(p, self.state[p], group)
-                else:
-                    update_small(p, self.state[p], group)
+                if not is_coded(p):
+                    small.append(p)
+                    continue
+                self.state[p]["step"] += 1
+                step = int(self.state[p]["step"])
+                alone = self.compiled or p.numel() > TOGETHER
+                coded.setdefault((step, p if alone else p.dtype), []).append(p)
+            self.update_small(small, group)
+            for (step, _), params in coded.items():
+                self.update_coded(params, step, group)
 
-    def update_coded(self, p, state, group):
-        state["step"] += 1
-        step = int(state["step"])
-        key = torch.tensor(random_key(self.seed, step, self.numbers[p]), dtype=torch.int32)
+    def update_small(self, params, group):
+        """PyTorch's own AdamW, with float32 moments."""
+        states = [self.state[p] for p in params]
+        weights = [local(state.get("master", p)) for p, state in zip(params, states)]
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            grads=[local(p.grad).float() for p in params],
+            exp_avgs=[local(state["exp_avg"]) for state in states],
+            exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        for p, state, weight in zip(params, states, weights):
+            if "master" in state:
+                local(p).copy_(weight)
+
+    def update_coded(self, params, step, group):
+        """Updates one parameter in place, or copies of several small ones together."""
+        changed, rows = [], []  # of each parameter
+        for p in params:
+            state = self.state[p]
+            elements = [local(p), local(state["m"]), local(state["v"])]
+            scales = [local(state["m_scale"]), local(state["v_scale"])]
+            first = first_elements(p) + random_key(self.seed, step, self.numbers[p])
+            changed.append(elements + scales)
+            row = [*map(in_groups, elements), *(scale.view(-1, 1) for scale in scales)]
+            rows.append([*row, in_groups(local(p.grad)), first])
+        tensors = rows[0] if len(rows) == 1 else [*map(torch.cat, zip(*rows))]
         factors = factors_of(group, step)
-        changed = [local(p), local(state["m"]), local(state["v"])]
-        groups = [in_groups(x) for x in changed]
-        scales = [local(state[name]).view(-1, 1) for name in ("m_scale", "v_scale")]
-        tensors = [*groups, *scales, in_groups(local(p.grad)), first_elements(p)]
-        for first in range(0, len(groups[0]), CHUNK):
-            parts = [tensor[first : first + CHUNK] for tensor in tensors]
+        chunk = CHUNK if tensors[0].is_cuda else CPU_CHUNK
+        for first in range(0, len(tensors[0]), chunk):
+            parts = [tensor[first : first + chunk] for tensor in tensors]
             if self.compiled:
                 for part in parts:  # one kernel for any number of groups
                     torch._dynamo.maybe_mark_dynamic(part, 0)
-            self.update(*parts, key, factors)
-        for x, grouped in zip(changed, groups):
-            if grouped.numel() > x.numel():  # a padded copy
-                x.copy_(grouped.view(len(x), -1)[:, : x.size(1)])
-
-
-def update_small(p, state, group):
-    """PyTorch's own AdamW, with float32 moments."""
-    weight = local(state.get("master", p))
-    beta1, beta2 = group["betas"]
-    adamw(
-        [weight],
-        grads=[local(p.grad).float()],
-        exp_avgs=[local(state["exp_avg"])],
-        exp_avg_sqs=[local(state["exp_avg_sq"])],
-        max_exp_avg_sqs=[],
-        state_steps=[state["step"]],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-    if "master" in state:
-        local(p).copy_(weight)
+            self.update(*parts, factors)
+        pieces = [tensor.split([len(row[0]) for row in rows]) for tensor in tensors]
+        for xs, updated in zip(changed, zip(*pieces)):
+            for x, grouped in zip(xs, updated):
+                if x.numel() and x.data_ptr() != grouped.data_ptr():  # a copy, perhaps padded
+                    x.copy_(grouped.reshape(len(x), -1)[:, : x.size(1)])
 
 
 def is_coded(p):
@@ -164,14 +181,14 @@ def first_elements(p):
     return (rows.unsqueeze(1) + columns).int().view(-1, 1)
 
 
-def update(w, m, v, m_scale, v_scale, g, first, key, factors):
+def update(w, m, v, m_scale, v_scale, g, first, factors):
     """One AdamW step of w, its codes and scales in place.
 
-    w, codes m and v, and the gradient g: (groups, GROUP); scales, and `first` of `first_elements`:
-    (groups, 1); key: of `random_key`; factors: of `factors_of`.
+    w, codes m and v, and the gradient g: (groups, GROUP); scales, and `first`, which `noises`
+    takes: (groups, 1); factors: of `factors_of`.
     """
     keep, rate, beta1, rest1, beta2, rest2, root, eps = factors
-    noise_m, noise_v, noise_w = noises(first, key)
+    noise_m, noise_v, noise_w = noises(first)
     g = g.float()
     codes = m.int()
     mean = decoded(codes & M_LEVELS, m_scale, M_LEVELS)
@@ -222,14 +239,15 @@ def random_key(*numbers):
     return int.from_bytes(digest, "little") >> 1
 
 
-def noises(first, key):
-    """Three (groups, GROUP) int32 tensors of 20, 20 and 16 random bits; arguments as in `update`.
+def noises(first):
+    """Three (groups, GROUP) int32 tensors of 20, 20 and 16 random bits.
 
-    Their 32-bit arithmetic wraps, and its multipliers are negative where the first bit is set.
+    first: (groups, 1) int32, the number of a group's first element, and a `random_key`. The 32-bit
+    arithmetic wraps, and its multipliers are negative where the first bit is set.
     """
     element = first + torch.arange(GROUP, dtype=torch.int32, device=first.device)
     golden = 0x9E3779B1 - 2**32
-    a = mixed((element * golden) ^ key)
+    a = mixed(element * golden)
     b = mixed(a + (0x9E3779B9 - 2**32))
     return shifted(a, 12), shifted(b, 12), (a & 255) << 8 | b & 255
 

@@ -19,12 +19,8 @@ def states(device):
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    # both: 624 words of the Mersenne Twister, the position in them, maybe a second normal number
-    (_, words, *rest), (_, python_words, gauss) = others()
-    found["numpy"] = torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
-    found["python"] = torch.tensor(
-        [*python_words, gauss is not None, gauss or 0.0], dtype=torch.float64
-    )
+    for name, numbers in zip(("numpy", "python"), others()):
+        found[name] = torch.tensor(numbers, dtype=torch.float64)
     return found
 
 
@@ -53,9 +49,15 @@ def preserved(device):
 
 def on_host():
     """The states of those that are not a GPU's, to be compared."""
-    return str(others()), torch.get_rng_state().tolist()
+    return others(), torch.get_rng_state().tolist()
 
 
 def others():
-    """The states of numpy's and of Python's generator, cheaper than those of `states`."""
-    return np.random.get_state(), random.getstate()
+    """The states of numpy's and of Python's generator, as lists of numbers.
+
+    Both: 624 words of the Mersenne Twister, the position in them, whether there is a second normal
+    number, and that number.
+    """
+    _, words, *rest = np.random.get_state()
+    _, python_words, gauss = random.getstate()
+    return [*words.tolist(), *rest], [*python_words, gauss is not None, gauss or 0.0]
