@@ -70,8 +70,8 @@ def test_two_nodes_of_a_gpu_each_equal_one_gpu(data_dir, tmp_path):
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found == pytest.approx(expected, rel=1e-4)
 
 
-def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
-    """Of two nodes of two ranks one is killed: the other ends; then it goes on alone.
+def check_a_lost_node(data_dir, tmp_path, each, rel, loss, **settings):
+    """Of two nodes of `each` ranks one is killed: the other ends; then it goes on alone.
 
     loss: a pattern of the words in which a rank tells that it lost others.
     """
@@ -81,7 +81,7 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
     train_here(data_dir, one, **settings)
     endless = settings | both | dict(max_steps=10**6, timeout_s=40)
     words = flags(data_dir, cut, **endless)
-    kept, lost = running = start_nodes(words, logs, each=2, numbered=True)
+    kept, lost = running = start_nodes(words, logs, each, numbered=True)
     try:
         wait_for(lambda: any("step      8 " in log.read_text() for log in logs))
         for pid in (lost.pid, *children(lost.pid)):
@@ -99,8 +99,8 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
     assert printed.count("step      6 ") == 1  # rank 0 alone prints
 
     alone = copied(cut, 3, tmp_path / "alone")  # on the node that is left
-    assert saved.parts(alone / "step_00000003")["model"] == 2
-    done = ranks.run(2, flags(data_dir, alone, **settings, parallel="fsdp", resume="auto"))
+    assert saved.parts(alone / "step_00000003")["model"] == each
+    done = ranks.run(each, flags(data_dir, alone, **settings, parallel="fsdp", resume="auto"))
     assert done.returncode == 0, done.stderr
     assert same(alone, (4, 5, 6)) == pytest.approx(same(one, (4, 5, 6)), rel=rel)
 
@@ -109,17 +109,19 @@ def check_a_lost_node(data_dir, tmp_path, rel, loss, **settings):
 @pytest.mark.slow
 @pytest.mark.fault(29)
 def test_a_node_that_is_killed_ends_the_other_which_goes_on_alone(data_dir, tmp_path):
-    check_a_lost_node(data_dir, tmp_path, rel=4e-6, loss="lost .*rank")
+    check_a_lost_node(data_dir, tmp_path, each=2, rel=4e-6, loss="lost .*rank")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.fault(29)
-def test_a_node_of_two_gpus_that_is_killed_ends_the_other(data_dir, tmp_path):
+def test_a_node_of_gpus_that_is_killed_ends_the_other(each, data_dir, tmp_path):
+    if torch.cuda.device_count() < 2 * each:
+        pytest.skip(f"needs {2 * each} GPUs")
     # NCCL on one host gets no error of a lost rank: its watchdog ends the processes after timeout_s
     loss = "lost another rank|.*Watchdog caught collective operation timeout"
     on_gpu = dict(device="cuda", precision="fp32", ops="torch")
-    check_a_lost_node(data_dir, tmp_path, rel=1e-4, loss=loss, **on_gpu)
+    check_a_lost_node(data_dir, tmp_path, each, rel=1e-4, loss=loss, **on_gpu)
 
 
 def slurm_script():
