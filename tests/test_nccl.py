@@ -65,6 +65,7 @@ def test_the_model_is_proved_on_nccl(data_dir, tmp_path, settings):
     assert done.returncode == 0 and re.search(r"\nprove +\d", done.stdout), done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.fault(60)
 @pytest.mark.parametrize("run", [0, *map(repeated, range(1, 7))])
 def test_restarts_on_nccl(data_dir, tmp_path, run):

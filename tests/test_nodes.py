@@ -113,6 +113,7 @@ def test_a_node_that_is_killed_ends_the_other_which_goes_on_alone(data_dir, tmp_
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.fault(29)
 def test_a_node_of_gpus_that_is_killed_ends_the_other(each, data_dir, tmp_path):
