@@ -94,8 +94,7 @@ class Training:
         if cfg.cuda_graph:
             self.graph = GraphedMicroStep(self.micro_step, model, cfg.reduce_dtype)
         else:
-            other = optim.unknown(self.state.optimizer)
-            self.model, self.rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
+            self.model, self.rows = wrap(model, cfg, world, self.analysis)  # in DDP
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""

@@ -244,12 +244,9 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.tag()
 
 
-def wrap(model, cfg, world, analysis, optimizer):
-    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
-
-    optimizer: the name of one whose states are not known, or None.
-    """
-    rows = fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
+def wrap(model, cfg, world, analysis):
+    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2)."""
+    rows = fsdp.keep_gathered(model, cfg, world, analysis.parameters)
     unused = bool(analysis.problem or analysis.unused or analysis.draws)
     return ddp.wrap(model, cfg, world, unused), rows
 
@@ -289,13 +286,12 @@ def describe(cfg, training, start):
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
         until = f"{steps}: {tokens:,} tokens"
-    other = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, other)),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)

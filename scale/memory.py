@@ -263,16 +263,16 @@ def choose(cfg, ranks, free):
     return dataclasses.replace(cfg, batch_size=chosen), {"batch_size": why}
 
 
-def describe(cfg, ranks, parameters, optimizer):
-    """The estimate in words.
-
-    parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
-    one whose states are not known, or None.
-    """
-    edited = parameters != total_and_block_parameters(cfg)[0]
-    if optimizer or edited or not_estimated(cfg):
+def describe(cfg, ranks, parameters):
+    """The estimate in words; parameters: see `is_estimated`."""
+    if not is_estimated(cfg, parameters):
         return "not estimated"
     return f"about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU, by estimate"
+
+
+def is_estimated(cfg, parameters):
+    """Whether the estimate holds for a model of so many parameters; others were edited."""
+    return not not_estimated(cfg) and parameters == total_and_block_parameters(cfg)[0]
 
 
 def not_estimated(cfg):
