@@ -382,9 +382,8 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("shape", SHAPES_OF_MODELS)
 def test_a_model_trains_with_fused_kernels_as_with_plain_pytorch(shape, compiled, monkeypatch):
     """Loss and gradients differ as two computations in bf16 do; only the narrow MLP is plain."""
-    cfg = GPTConfig(
-        vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128, **shape
-    )
+    sizes = dict(vocab_size=1000, n_layer=2, n_head=4, n_embd=256 if GPU else 64, block_size=128)
+    cfg = GPTConfig(**sizes, **shape, attention="cudnn")
     B, T = (4, 128) if GPU else (2, 12)
     exact, own = (models.build(cfg, torch.device(DEVICE), 0) for _ in range(2))
     for block in [*exact.blocks, *own.blocks]:
