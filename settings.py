@@ -300,9 +300,8 @@ def check(cfg, ranks=None):
     """
     ranks = ranks or this_rank().size
     found = conflicts(cfg, ranks)
-    # run.build.choose, which chooses, knows the device
-    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
-    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    if cfg.batch_size == "auto":  # run.build.choose, which chooses, knows the device
+        cfg = replace(cfg, batch_size=1)
     found += too_small(cfg, {"eval_tokens": cfg.block_size})
     if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
         form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
