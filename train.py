@@ -29,7 +29,6 @@ import torch
 import optim
 from run import agreement, resume
 from run.build import (
-    COMPILED,
     build_model,
     choose,
     describe,
@@ -203,8 +202,6 @@ def train(cfg, world, watch, stack):
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     rows = [*chosen, *describe(cfg, training, start), *proved]
     log.start(training, rows, given)
-    if cfg.compile:
-        log.print(f"{'compiling':<12} {COMPILED}")
 
     state.model.train()
     while True:

@@ -34,8 +34,6 @@ from scale.precision import pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError, listed, warn
 
-COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
-
 
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
@@ -299,6 +297,9 @@ def describe(cfg, training, start):
     micro = f"{training.accumulation} micro-steps of {of_rank}"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {state.step} to {until}"))
+    if cfg.compile:
+        words = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
+        rows.append(("compiling", words))
     return rows + start.rows(cfg)
 
 
