@@ -254,7 +254,7 @@ def choose(cfg, ranks, free):
     rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
     values = []
     for n in range(1, rows + 1):
-        if rows % n == 0 and not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
+        if not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
             values.append(n)
     chosen = largest(cfg, ranks, budget, "batch_size", values)
     if chosen is None:
