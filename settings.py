@@ -103,20 +103,6 @@ class GPTConfig:
         return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
 
     @property
-    def block_matmuls(self):
-        """(output width, input width) of a block's matmuls.
-
-        They are q, k and v; attention's output; the MLP's two.
-        """
-        C = self.n_embd
-        return [
-            (self.qkv_width, C),
-            (C, self.attention_width),
-            (self.mlp_width, C),
-            (C, self.mlp_hidden),
-        ]
-
-    @property
     def padded_vocab(self):
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 

@@ -78,7 +78,13 @@ def total_and_block_parameters(cfg):
     C = cfg.n_embd
     norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
     block = 2 * norm + cfg.n_head * cfg.gate_channels
-    for rows, columns in cfg.block_matmuls:
+    matmuls = [  # q, k and v; attention's output; the MLP's two
+        (cfg.qkv_width, C),
+        (C, cfg.attention_width),
+        (cfg.mlp_width, C),
+        (C, cfg.mlp_hidden),
+    ]
+    for rows, columns in matmuls:
         block += rows * columns
         if cfg.bias:
             block += rows
