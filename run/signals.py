@@ -46,12 +46,9 @@ class Watch:
                 os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
 
     def agreed(self):
-        """Sets `stopping` where any rank got a signal; returns it.
-
-        All ranks call it: a small all-reduce.
-        """
+        """Sets `stopping` where any rank got a signal; returns it. All ranks call it."""
         if not self.stopping:
-            self.stopping = parallel.max_over_ranks(self.asked, self.world.device)
+            self.stopping = max(parallel.gather_objects(self.asked))
         return self.stopping
 
     def check(self):
