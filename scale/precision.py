@@ -19,7 +19,7 @@ def pick_precision(name, device, weights="fp32", fp16=True):
     fp16: whether the other settings go with it; else auto is fp32 on a GPU without bf16.
     """
     on_gpu = device.type == "cuda"
-    if name == "auto8" and on_gpu and not (chips.no_fp8(device) or forms.load()):
+    if name == "auto8" and not (chips.no_fp8(device) or forms.load()):
         return "fp8", "this GPU has fp8 matrix units"
     if name.startswith("auto"):
         if weights == "bf16":
