@@ -97,12 +97,6 @@ class GPTConfig:
         return range(self.n_layer - 1, first - 1, -n) if n else range(0)
 
     @property
-    def tables(self):
-        """Widths of all matrices with a row for each token id, the head's too; shared ones once."""
-        widths = [self.n_embd] * (1 if self.tie_embeddings else 2)
-        return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
-
-    @property
     def padded_vocab(self):
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
@@ -225,13 +219,9 @@ class Config(GPTConfig):
         "backend": "device, from which it follows",
     }
 
-    def micro_tokens(self, ranks):
-        """Tokens in a micro-step, all ranks together; some may share a row."""
-        return self.rank_tokens * ranks
-
     def micro_steps(self, ranks, tokens=None):
         """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
-        return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
+        return max(1, (tokens or self.batch_tokens) // (self.rank_tokens * ranks))
 
     @property
     def stages(self):
@@ -242,7 +232,7 @@ class Config(GPTConfig):
 
     @property
     def rank_tokens(self):
-        """Tokens in a micro-step of one rank."""
+        """Tokens in a micro-step of one rank; ranks may share a row."""
         return self.batch_size * self.block_size // self.context_parallel
 
 
@@ -398,7 +388,7 @@ def shape_conflicts(cfg, ranks):
 def not_divisible(cfg, ranks):
     """Stages of the batch that are no whole number of micro-steps, one line each."""
     found = []
-    whole = cfg.micro_tokens(ranks)
+    whole = cfg.rank_tokens * ranks
     for tokens, _ in cfg.stages:
         name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
         nearest = max(1, round(tokens / whole)) * whole

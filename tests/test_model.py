@@ -180,7 +180,8 @@ def test_padding_rows_have_no_effect(tied):
 @pytest.mark.parametrize("n_layer, n_head, n_embd, more, expected", SIZES)
 def test_sizes_as_published(n_layer, n_head, n_embd, more, expected):
     cfg = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, **more)
-    padding = (cfg.padded_vocab - cfg.vocab_size) * sum(cfg.tables)
+    tables = 1 if cfg.tie_embeddings else 2
+    padding = (cfg.padded_vocab - cfg.vocab_size) * tables * n_embd
     assert sum(p.numel() for p in models.on_meta(cfg).parameters()) == expected + padding
 
 
