@@ -20,7 +20,7 @@ import numpy as np
 from configurator import run
 from corpus import DataError
 from settings import TrainedConfig
-from system.errors import is_rank_0, say
+from system.errors import say
 from system.files import write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -44,8 +44,7 @@ def main(cfg):
     prepared = prepare(load(cfg.file), tokenizer, model.cfg.block_size)
     with autocast:
         found = score(model, prepared)
-    if is_rank_0():
-        say(evaluate.in_words(found))
+    say(evaluate.in_words(found))
     parallel.stop()
 
 
@@ -126,10 +125,10 @@ def batches(rows, batch_tokens, block_size):
         left = left[B:]
 
 
-def score(model, prepared, batch_tokens=None, check=lambda: None):
+def score(model, prepared, check=lambda: None):
     """{"acc_norm", "acc": each with its standard error, "n"}, on every rank.
 
-    batch_tokens, check: see `over_rows`.
+    check: see `over_rows`.
     """
     from run.evaluate import figure
 
@@ -137,7 +136,7 @@ def score(model, prepared, batch_tokens=None, check=lambda: None):
         return model.token_losses(idx, targets).float().sum(1, keepdim=True)
 
     rows, starts, labels = prepared
-    sums = over_rows(summed, 1, model, rows, starts, batch_tokens, check).squeeze(1)
+    sums = over_rows(summed, 1, model, rows, starts, check=check).squeeze(1)
     tokens = np.array([len(row) for row in rows]) - starts
     n = len(labels)
     found = {}

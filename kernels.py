@@ -109,7 +109,7 @@ BACKENDS = {
     "flash": ORDER[1:],
     "efficient": ORDER[2:],
     "math": ORDER[3:],
-    "auto": ORDER[1:],  # for a model on meta; others have their device's best
+    "auto": ORDER[1:],  # of a model that run/build.py has not chosen the device's best for
 }
 
 

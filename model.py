@@ -12,14 +12,13 @@ Llama 3: https://arxiv.org/abs/2407.21783
 
 import math
 import warnings
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from scale import first_values
 from settings import GPTConfig
@@ -319,22 +318,18 @@ def initialize(module):
         module.reset_parameters()
 
 
-def build(cfg, device, seed=None, dtype=torch.float32):
-    """A GPT on `device`; without a seed its weights are any."""
-    if cfg.attention == "auto":
-        cfg = replace(cfg, attention=best_attention(device)[0])
+def build(cfg, device, seed, dtype=torch.float32):
+    """A GPT on `device`, with its first values."""
 
     def in_dtype(parameter):
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
 
-    if seed is not None:
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
     with torch.device(device):
         model = first_values.made(lambda: GPT(shape_of(cfg)), in_dtype).to(device)
-    if seed is not None:
-        torch.manual_seed(seed)
-        model.init_weights()
+    torch.manual_seed(seed)
+    model.init_weights()
     return model
 
 

@@ -113,12 +113,6 @@ def make_optimizer(model, cfg):
     return optimizer
 
 
-def unknown(optimizer):
-    """The name of an optimizer whose states the memory estimate does not know, or None."""
-    names = {type(one).__name__ for one in parts_of(optimizer)}
-    return min(names - {"AdamW", "AdamW8bit", "Muon"}, default=None)
-
-
 class Several:
     """Optimizers with parameters of their own, as one for the loop."""
 

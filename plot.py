@@ -95,7 +95,7 @@ def main(cfg):
     print(f"drawn: {out}")
 
 
-def style(dark=False):
+def style(dark):
     """matplotlib's settings of the light theme, or the dark one."""
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c36") if dark else ("#fff", "#1f2328", "#e5e7eb")
     return {
@@ -126,7 +126,7 @@ def paint(groups, colors):
             run.dash = DASHES[(i // len(colors) + j) % len(DASHES)]
 
 
-def draw(runs, x, y, panels=True):
+def draw(runs, x, y, panels):
     """A figure of the losses and, with `panels`, of all else that the logs hold."""
     lengths = [run.place(run.end(y).step, x) for run in runs]
     if np.isnan(lengths).any():

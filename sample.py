@@ -68,21 +68,18 @@ def print_samples(cfg, tokenizer, world, continued):
     began = time.perf_counter()
     tokens = 0
     for first in range(0, cfg.n_samples, world.size):
-        new = continued(ids, cfg.seed + first + world.rank)
-        own = write(tokenizer, shown, new) if world.main else list(new)
+        own = write(tokenizer, shown, continued(ids, cfg.seed + first + world.rank))
         rows = parallel.gather_objects(own)[: cfg.n_samples - first]
         tokens += sum(map(len, rows))
-        if world.main:
-            say("-" * 80)
-            for row in rows[1:]:
-                say(tokenizer.decode(shown + row), "-" * 80, sep="\n")
+        say("-" * 80)
+        for row in rows[1:]:
+            say(tokenizer.decode(shown + row), "-" * 80, sep="\n")
     seconds = time.perf_counter() - began
-    if world.main:
-        say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
+    say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
 
 
 def write(tokenizer, shown, ids):
-    """Prints the text of the list `shown` and of further ids as they come; returns these, a list.
+    """Says the text of the list `shown` and of further ids as they come; returns these, a list.
 
     An incomplete character waits for its rest, until the end.
     """

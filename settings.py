@@ -97,26 +97,6 @@ class GPTConfig:
         return range(self.n_layer - 1, first - 1, -n) if n else range(0)
 
     @property
-    def tables(self):
-        """Widths of all matrices with a row for each token id, the head's too; shared ones once."""
-        widths = [self.n_embd] * (1 if self.tie_embeddings else 2)
-        return widths + [self.kv_heads * self.head_size] * len(self.value_layers)
-
-    @property
-    def block_matmuls(self):
-        """(output width, input width) of a block's matmuls.
-
-        They are q, k and v; attention's output; the MLP's two.
-        """
-        C = self.n_embd
-        return [
-            (self.qkv_width, C),
-            (C, self.attention_width),
-            (self.mlp_width, C),
-            (C, self.mlp_hidden),
-        ]
-
-    @property
     def padded_vocab(self):
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
@@ -239,13 +219,9 @@ class Config(GPTConfig):
         "backend": "device, from which it follows",
     }
 
-    def micro_tokens(self, ranks):
-        """Tokens in a micro-step, all ranks together; some may share a row."""
-        return self.rank_tokens * ranks
-
     def micro_steps(self, ranks, tokens=None):
         """Micro-steps in an optimizer step of so many tokens; None: of batch_tokens."""
-        return max(1, (tokens or self.batch_tokens) // self.micro_tokens(ranks))
+        return max(1, (tokens or self.batch_tokens) // (self.rank_tokens * ranks))
 
     @property
     def stages(self):
@@ -256,7 +232,7 @@ class Config(GPTConfig):
 
     @property
     def rank_tokens(self):
-        """Tokens in a micro-step of one rank."""
+        """Tokens in a micro-step of one rank; ranks may share a row."""
         return self.batch_size * self.block_size // self.context_parallel
 
 
@@ -300,9 +276,8 @@ def check(cfg, ranks=None):
     """
     ranks = ranks or this_rank().size
     found = conflicts(cfg, ranks)
-    # run.build.choose, which chooses, knows the device
-    autos = [name for name in ("batch_size", "remat_every") if getattr(cfg, name) == "auto"]
-    cfg = replace(cfg, **dict.fromkeys(autos, 1))
+    if cfg.batch_size == "auto":  # run.build.choose, which chooses, knows the device
+        cfg = replace(cfg, batch_size=1)
     found += too_small(cfg, {"eval_tokens": cfg.block_size})
     if not re.fullmatch(r"([1-9]\d*:[\d.]+,?)*", cfg.batch_schedule or ""):
         form = "expected TOKENS:SHARE,..., such as 65536:0.2,131072:0.5"
@@ -413,7 +388,7 @@ def shape_conflicts(cfg, ranks):
 def not_divisible(cfg, ranks):
     """Stages of the batch that are no whole number of micro-steps, one line each."""
     found = []
-    whole = cfg.micro_tokens(ranks)
+    whole = cfg.rank_tokens * ranks
     for tokens, _ in cfg.stages:
         name = "batch_tokens" if tokens == cfg.batch_tokens else "batch_schedule"
         nearest = max(1, round(tokens / whole)) * whole

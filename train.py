@@ -29,7 +29,6 @@ import torch
 import optim
 from run import agreement, resume
 from run.build import (
-    COMPILED,
     build_model,
     choose,
     describe,
@@ -94,8 +93,7 @@ class Training:
         if cfg.cuda_graph:
             self.graph = GraphedMicroStep(self.micro_step, model, cfg.reduce_dtype)
         else:
-            other = optim.unknown(self.state.optimizer)
-            self.model, self.rows = wrap(model, cfg, world, self.analysis, other)  # in DDP
+            self.model, self.rows = wrap(model, cfg, world, self.analysis)  # in DDP
 
     def micro_step(self, x, y, positions=None):
         """Adds a micro-batch's gradients to the step's -> its sums (see run/figures.py)."""
@@ -148,7 +146,7 @@ class Training:
 
 def main(cfg):
     world = parallel.join(cfg)
-    watch = Watch(world)
+    watch = Watch()
     with errors_explained(cfg, world), contextlib.ExitStack() as stack:
         train(cfg, world, watch, stack)
     parallel.stop()
@@ -204,8 +202,6 @@ def train(cfg, world, watch, stack):
     saver = Saver(world, cfg.out_dir, cfg.keep_last, cfg.async_save, start.saved_at, log.saved)
     rows = [*chosen, *describe(cfg, training, start), *proved]
     log.start(training, rows, given)
-    if cfg.compile:
-        log.print(f"{'compiling':<12} {COMPILED}")
 
     state.model.train()
     while True:

@@ -16,7 +16,7 @@ import numpy as np
 
 from configurator import run, too_small
 from settings import TrainedConfig
-from system.errors import UserError, is_rank_0, refuse, say
+from system.errors import UserError, refuse, say
 
 
 @dataclass
@@ -49,8 +49,7 @@ def main(cfg):
             table[0] -= others[folder][0][0]
             words = evaluate.in_words(evaluate.loss_of_table(table, documents))
             lines.append(f"{folder} | less {cfg.against}'s | {words}")
-        if is_rank_0():
-            say(*lines, sep="\n")
+        say(*lines, sep="\n")
     parallel.stop()
 
 

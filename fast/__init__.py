@@ -3,7 +3,7 @@
 forms         which kernel computes an operation, and for which calls
 texts         which text of each definition in kernels.py they compute; prints the digests
 chunks, gradients    a loss in chunks of tokens, backwards by hand; plain PyTorch, for every device
-chips         which of them a GPU can run, its backend for attention; a CPU's AMX
+chips         which of them a GPU can run, its backend for attention
 linear, norm, rope, mlp, loss   the operations: launcher and constants beside the kernel
 fp8           linear layers, MLP and loss in 8-bit floats
 cublas        GEMMs by cuBLASLt, with epilogues

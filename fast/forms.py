@@ -48,7 +48,7 @@ def enable(device, ops="auto"):
     if ops == "torch":
         reason = "ops=torch"
     else:
-        reason = chips.no_fused_kernels(chips.of(device)) or load()
+        reason = chips.no_fused_kernels(device) or load()
     if reason is None:
         enabled.add(device.type)
         fast.fusion.register()

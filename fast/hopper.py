@@ -47,7 +47,7 @@ SHARED_BYTES = {
 @functools.cache
 def available(device):
     """Whether the kernels run on this torch.device: a Hopper GPU."""
-    return chips.of(device) == chips.Chip("nvidia", (9, 0))
+    return chips.capability(device) == (9, 0)
 
 
 def takes(*operands):

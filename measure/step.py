@@ -17,7 +17,7 @@ from run.build import choose
 from run.logger import describe_device, show
 from run.signals import errors_explained
 from scale import parallel
-from system.errors import is_rank_0, refuse
+from system.errors import refuse, say
 
 # ends documents with document_mask: one in 7,800 tokens of `synthetic` in GPT-2's vocabulary
 SEPARATOR = 718
@@ -54,11 +54,6 @@ def history(path):
     finally:
         torch.cuda.memory._dump_snapshot(path)
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def say(*words):
-    if is_rank_0():
-        print(*words, flush=True)
 
 
 def take_steps(cfg, world):

@@ -34,8 +34,6 @@ from scale.precision import pick_ops, pick_precision
 from settings import conflicts
 from system.errors import UserError, listed, warn
 
-COMPILED = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
-
 
 def choose(cfg, device):
     """(cfg with each "auto" resolved for the device, rows of the start-up summary that say why)."""
@@ -244,12 +242,9 @@ def compile_model(model, sharded=False):
     torch.compiler.config.cache_key_tag = source.tag()
 
 
-def wrap(model, cfg, world, analysis, optimizer):
-    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2).
-
-    optimizer: the name of one whose states are not known, or None.
-    """
-    rows = fsdp.keep_gathered(model, cfg, world, analysis.parameters, optimizer)
+def wrap(model, cfg, world, analysis):
+    """(the model as a micro-step calls it, in DDP, rows of the start-up summary, of FSDP2)."""
+    rows = fsdp.keep_gathered(model, cfg, world, analysis.parameters)
     unused = bool(analysis.problem or analysis.unused or analysis.draws)
     return ddp.wrap(model, cfg, world, unused), rows
 
@@ -289,13 +284,12 @@ def describe(cfg, training, start):
     if cfg.max_seconds is None:
         steps, tokens = optim.length_of_run(cfg, state.step, state.tokens)
         until = f"{steps}: {tokens:,} tokens"
-    other = optim.unknown(state.optimizer)
     rows = [
         ("parameters", f"{analysis.parameters:,} with vocabulary padding"),
         *analysis.rows(),
         *training.rows,
         *describe_optimizer(state.optimizer, cfg.lr),
-        ("memory", memory.describe(cfg, world.size, analysis.parameters, other)),
+        ("memory", memory.describe(cfg, world.size, analysis.parameters)),
     ]
     if hasattr(state.loader, "describe"):
         rows += state.loader.describe(tokens)
@@ -303,6 +297,9 @@ def describe(cfg, training, start):
     micro = f"{training.accumulation} micro-steps of {of_rank}"
     rows.append(("step", f"{cfg.batch_tokens:,} tokens: {micro}"))
     rows.append(("run", f"steps {state.step} to {until}"))
+    if cfg.compile:
+        words = "embedding, blocks and head, once: 5 to 20 s on a GPU, up to a minute on a CPU"
+        rows.append(("compiling", words))
     return rows + start.rows(cfg)
 
 

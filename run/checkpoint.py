@@ -367,16 +367,13 @@ class MergedTensor:
         self.shape = (sum(map(len, parts)), *parts[0].shape[1:])
 
     def __getitem__(self, rows):
-        first = 0  # counted from the first row of a part
-        last = self.shape[0]
-        if rows is not ...:
-            first = rows.start
-            last = rows.stop
+        if rows is ...:
+            rows = slice(0, self.shape[0])
         pieces = []
+        begin = 0  # the row with which a part begins
         for part in self.parts:
-            pieces.append(part[max(first, 0) : max(last, 0)])
-            first -= len(part)
-            last -= len(part)
+            pieces.append(part[max(rows.start - begin, 0) : max(rows.stop - begin, 0)])
+            begin += len(part)
         return torch.cat(pieces)
 
 

@@ -78,7 +78,7 @@ class Logger:
     def warn(self, words):
         self.print(f"warning: {words}")
 
-    def open(self, saved_at=None):
+    def open(self, saved_at):
         """Opens the log in out_dir, and a wandb run.
 
         saved_at: the step of the checkpoint resumed there.

@@ -123,12 +123,10 @@ class Ulysses:
         group, N = self.ranks.group, self.ranks.group.size()
         if not self.ranks.on:
             return self.core(q, k, v, *options, **named)
-        if q.size(-1) != v.size(-1):
-            raise UserError("context_parallel: q, k and v of attn.core must have one width")
         q, k = q.to(v.dtype), k.to(v.dtype)  # RMSNorm under autocast gives float32
         # heads of k and v are repeated if ranks would not have equally many
         k, v = (x.repeat_interleave(math.lcm(x.size(1), N) // x.size(1), dim=1) for x in (k, v))
-        qkv = q, k, v
+        qkv = q, k, v  # of one width
         heads = [x.size(1) // N for x in qkv]
         parts = torch.cat([x.unflatten(1, (N, -1)) for x in qkv], dim=2)  # (B, N, h, T/N, D)
         parts = all_to_all(parts.movedim(1, 0), group)  # all tokens, of this rank's heads

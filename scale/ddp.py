@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 
-def wrap(model, cfg, world, unused=False):
+def wrap(model, cfg, world, unused):
     """The model as the loop calls it: in DDP if nothing else averages gradients.
 
     unused: a micro-step may leave parameters without a gradient.

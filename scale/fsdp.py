@@ -132,18 +132,17 @@ def gather_all(model, *_):
         unit.unshard(async_op=True)
 
 
-def keep_gathered(model, cfg, world, parameters, optimizer):
+def keep_gathered(model, cfg, world, parameters):
     """Keeps units of fsdp and hsdp gathered during a step, as many as the GPU has room for.
 
     Such a unit is gathered in a step's first forward and freed in its last backward (see
     parallel.sync_gradients). Gathers are collective: all ranks choose the same units, the first
-    ones. zero2 keeps all. parameters: how many the model has; optimizer: the name of one whose
-    states are not known, or None. Returns rows of the start-up summary.
+    ones. zero2 keeps all. parameters: how many the model has. Returns rows of the start-up
+    summary.
     """
     if not isinstance(model, fsdp.FSDPModule) or cfg.parallel == "zero2":
         return []
-    edited = parameters != memory.total_and_block_parameters(cfg)[0]
-    if edited or optimizer:  # the estimate of `room` does not hold
+    if not memory.is_estimated(cfg, parameters):
         return []
     left = room(cfg, world)
     held = 0
@@ -159,13 +158,13 @@ def keep_gathered(model, cfg, world, parameters, optimizer):
 
 
 def room(cfg, world):
-    """Bytes of a GPU that the estimate leaves; 0 where it does not hold. All ranks call it.
+    """Bytes of a GPU that the estimate leaves, 0 on a CPU. All ranks call it.
 
     5% stay aside, and 10% in a step of one micro-step: there a unit that stays gathered saves one
     gather of two, while an allocator short of memory waits for the GPU (0.8 s of 12 with 131,072
     tokens on four).
     """
-    if world.device.type != "cuda" or memory.not_estimated(cfg):
+    if world.device.type != "cuda":
         return 0
     share = torch.cuda.get_per_process_memory_fraction(world.device)
     limit = share * torch.cuda.mem_get_info(world.device)[1]

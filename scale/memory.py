@@ -30,7 +30,7 @@ def estimate(cfg, ranks):
     total, block = total_and_block_parameters(cfg)
     shards = shards_of(cfg, ranks)
     sharded = cfg.parallel != "ddp" and (ranks > 1 or cfg.offload_states)
-    several_micro_steps = cfg.batch_tokens > cfg.micro_tokens(ranks)
+    several_micro_steps = cfg.batch_tokens > cfg.rank_tokens * ranks
     recomputed = len(recomputed_blocks(cfg, cfg.n_layer))
     activations = activation_bytes(cfg, recomputed)
 
@@ -78,13 +78,15 @@ def total_and_block_parameters(cfg):
     C = cfg.n_embd
     norm = 2 * C if cfg.norm == "layernorm" and cfg.bias else C
     block = 2 * norm + cfg.n_head * cfg.gate_channels
-    for rows, columns in cfg.block_matmuls:
-        block += rows * columns
-        if cfg.bias:
-            block += rows
+    # matrices: q, k and v; attention's output; the MLP's two
+    block += C * (cfg.qkv_width + cfg.attention_width + cfg.mlp_width + cfg.mlp_hidden)
+    if cfg.bias:
+        block += cfg.qkv_width + C + cfg.mlp_width + C
     if cfg.qk_norm:
         block += 2 * cfg.head_size
-    tables = cfg.padded_vocab * sum(cfg.tables)
+    width = C if cfg.tie_embeddings else 2 * C  # of all that has a row for each token id
+    width += len(cfg.value_layers) * cfg.kv_heads * cfg.head_size
+    tables = cfg.padded_vocab * width
     if cfg.positions == "learned":
         tables += C * cfg.block_size
     tables += 2 * len(cfg.mixed_layers)
@@ -251,10 +253,11 @@ def choose(cfg, ranks, free):
         raise UserError(f"batch_size=auto: {unknown[0]}; give a number")
     budget = free / (1 + MARGIN)
     why = f"within {budget / GIB:.1f} GiB by estimate, as {MARGIN:.0%} more are free"
-    rows = cfg.batch_tokens // dataclasses.replace(cfg, batch_size=1).micro_tokens(ranks)
+    one_row = dataclasses.replace(cfg, batch_size=1)
+    rows = cfg.batch_tokens // (one_row.rank_tokens * ranks)
     values = []
     for n in range(1, rows + 1):
-        if rows % n == 0 and not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
+        if not not_divisible(dataclasses.replace(cfg, batch_size=n), ranks):
             values.append(n)
     chosen = largest(cfg, ranks, budget, "batch_size", values)
     if chosen is None:
@@ -263,16 +266,16 @@ def choose(cfg, ranks, free):
     return dataclasses.replace(cfg, batch_size=chosen), {"batch_size": why}
 
 
-def describe(cfg, ranks, parameters, optimizer):
-    """The estimate in words.
-
-    parameters: of the model, whose activations are unknown if it was edited. optimizer: the name of
-    one whose states are not known, or None.
-    """
-    edited = parameters != total_and_block_parameters(cfg)[0]
-    if optimizer or edited or not_estimated(cfg):
+def describe(cfg, ranks, parameters):
+    """The estimate in words; parameters: see `is_estimated`."""
+    if not is_estimated(cfg, parameters):
         return "not estimated"
     return f"about {total_bytes(cfg, ranks) / GIB:.1f} GiB of a GPU, by estimate"
+
+
+def is_estimated(cfg, parameters):
+    """Whether the estimate holds for a model of so many parameters; others were edited."""
+    return not not_estimated(cfg) and parameters == total_and_block_parameters(cfg)[0]
 
 
 def not_estimated(cfg):

@@ -19,12 +19,12 @@ def pick_precision(name, device, weights="fp32", fp16=True):
     fp16: whether the other settings go with it; else auto is fp32 on a GPU without bf16.
     """
     on_gpu = device.type == "cuda"
-    if name == "auto8" and on_gpu and not (chips.no_fp8(chips.of(device)) or forms.load()):
+    if name == "auto8" and not (chips.no_fp8(device) or forms.load()):
         return "fp8", "this GPU has fp8 matrix units"
     if name.startswith("auto"):
         if weights == "bf16":
             return "bf16", "the weights are in bf16"
-        missing = chips.no_bf16(chips.of(device))
+        missing = chips.no_bf16(device)
         if not missing:
             return "bf16", "this GPU has bf16 matrix units"
         return "fp16" if on_gpu and fp16 else "fp32", missing
@@ -32,7 +32,7 @@ def pick_precision(name, device, weights="fp32", fp16=True):
         raise UserError(
             f"precision={name} needs a CUDA device, this is {device.type}; try --precision=fp32"
         )
-    if name == "fp8" and (missing := chips.no_fp8(chips.of(device))):
+    if name == "fp8" and (missing := chips.no_fp8(device)):
         raise UserError(f"precision=fp8: {missing}; try --precision=bf16")
     return name, "as set"
 

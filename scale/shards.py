@@ -3,9 +3,8 @@
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-# torch 2.13 gave them these names, and warns of all_gather_into_tensor and reduce_scatter_tensor
+# torch 2.13 gave it this name, and warns of all_gather_into_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def rows_of(tensor, rank=None):

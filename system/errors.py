@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from functools import partial
 from typing import NamedTuple
 
 if sys.platform == "win32":  # which lacks what is imported from here on: resource, fcntl
@@ -82,7 +81,11 @@ def is_rank_0():
 
 # -- the console
 
-say = partial(print, flush=True)  # what a script is for
+
+def say(*words, **options):
+    """Prints what a script is for, on rank 0; options: as print's."""
+    if is_rank_0():
+        print(*words, **options, flush=True)
 
 
 def warn(words):

@@ -170,9 +170,9 @@ def test_no_pickle_is_ever_read(tmp_path):
 def test_weights_of_another_shape_are_named(tmp_path):
     model = build(small(), CPU, seed=0)
     with pytest.raises(saved.Error, match=r"attn.proj.bias: \(16,\), expected \(32,\)"):
-        load_weights(build(small(n_embd=32), CPU), dict(model.named_parameters()))
+        load_weights(build(small(n_embd=32), CPU, 0), dict(model.named_parameters()))
     with pytest.raises(saved.Error, match="blocks.2.*absent"):
-        load_weights(build(small(n_layer=3), CPU), dict(model.named_parameters()))
+        load_weights(build(small(n_layer=3), CPU, 0), dict(model.named_parameters()))
 
 
 @pytest.mark.fault(53, 66)

@@ -194,7 +194,8 @@ def test_linear(B, T, K, N, bias):
 def test_a_model_trains_in_fp8_as_in_float64(shape, compiled):
     T, V = (128, 1000) if GPU else (32, 200)
     layers = 2 if GPU else 1
-    cfg = GPTConfig(vocab_size=V, n_layer=layers, n_head=4, n_embd=2 * T, block_size=T, **shape)
+    sizes = dict(vocab_size=V, n_layer=layers, n_head=4, n_embd=2 * T, block_size=T)
+    cfg = GPTConfig(**sizes, **shape, attention="cudnn")
     exact, own = (models.build(cfg, DEVICE, 0) for _ in range(2))
     names = list(own.state_dict())
     in_fp8(own)

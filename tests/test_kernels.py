@@ -237,7 +237,7 @@ def test_compiled_attention_drops_in_its_backward_what_its_forward_dropped(devic
 def test_compiled_dropout_is_recomputed_as_it_was(device="cuda"):
     """Of a transposed tensor; neighbours are dropped independently (pytorch#198333)."""
     model = models.build(
-        GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=64), torch.device(device)
+        GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=64), torch.device(device), 0
     )
     build.compile_model(model)
 

@@ -13,7 +13,6 @@ from model import build
 from settings import GPTConfig
 from system.errors import UserError
 
-META = torch.device("meta")
 LLAMA3 = dict(LLAMA, vocab_size=128_256, block_size=8192, n_kv_head=8)
 SIZES = [  # n_layer, n_head, n_embd, other settings; parameters
     (12, 12, 768, {}, 124_439_808),  # as of transformers' GPT2LMHeadModel, a tied head once
@@ -181,8 +180,9 @@ def test_padding_rows_have_no_effect(tied):
 @pytest.mark.parametrize("n_layer, n_head, n_embd, more, expected", SIZES)
 def test_sizes_as_published(n_layer, n_head, n_embd, more, expected):
     cfg = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, **more)
-    padding = (cfg.padded_vocab - cfg.vocab_size) * sum(cfg.tables)
-    assert sum(p.numel() for p in build(cfg, META).parameters()) == expected + padding
+    tables = 1 if cfg.tie_embeddings else 2
+    padding = (cfg.padded_vocab - cfg.vocab_size) * tables * n_embd
+    assert sum(p.numel() for p in models.on_meta(cfg).parameters()) == expected + padding
 
 
 def test_initial_weights():

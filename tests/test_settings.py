@@ -24,7 +24,7 @@ def test_every_recipe_is_legal_on_the_ranks_of_its_command(name, monkeypatch):
     ranks = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", first)))
     cfg = configure(Config, [f"config/{name}"])
     if name == "test":
-        cfg = dataclasses.replace(cfg, batch_tokens=cfg.micro_tokens(ranks))
+        cfg = dataclasses.replace(cfg, batch_tokens=cfg.rank_tokens * ranks)
     check(cfg, ranks)
 
 

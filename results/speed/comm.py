@@ -39,13 +39,15 @@ def main(cfg):
         )
     say = print if world.main else lambda *_, **__: None
     say(f"{n} x {device_name(world.device)}; GB/s of bus bandwidth (us)\n{'MiB':>8}", end="")
+    # torch 2.13's name, and the one before
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     for size in [4**k for k in range(16) if 4**k <= cfg.max_mib]:
         whole = torch.ones(size * 2**19, device=world.device, dtype=torch.bfloat16)
         part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
         calls = {  # name: bytes that pass a link, as a share of the message; the call
             "all_reduce": (2 * (n - 1) / n, dist.all_reduce, [whole]),
             "all_gather": ((n - 1) / n, shards.all_gather_single, [whole, part]),
-            "reduce_scatter": ((n - 1) / n, shards.reduce_scatter_single, [part, whole]),
+            "reduce_scatter": ((n - 1) / n, reduce_scatter, [part, whole]),
             "all_to_all": ((n - 1) / n, dist.all_to_all_single, [other, whole]),
         }
         if size == 1:
