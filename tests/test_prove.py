@@ -5,6 +5,7 @@ Each edit is made in the process of a rank, which then proves a narrow copy of i
 
 import contextlib
 import io
+import itertools
 import random
 import re
 import time
@@ -22,6 +23,7 @@ import optim
 import run.prove
 import train
 from configurator import configure
+from corpus.loader import TokenLoader
 from run.build import choose, make_loader, separator
 from run.signals import errors_explained
 from scale import parallel
@@ -158,6 +160,37 @@ def late_counter():
         return y.tanh() if block.calls > 10_000 else y
 
     block_forward(change)
+
+
+@edit
+def late_queue():
+    """A list of past inputs, which has an effect when it is longer than the proof makes it."""
+
+    def change(block, y, idx):
+        past = vars(block).setdefault("past", [])
+        past.append(y.detach().mean())
+        return y + past.pop(0) if len(past) > 100 else y
+
+    block_forward(change)
+
+
+@edit
+def shared_weight():
+    def share(_, model, cfg):
+        model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
+
+    after(models.GPT, "__init__", share)
+
+
+@edit
+def rows_that_grow():
+    lengths = itertools.count(16, 4)
+
+    def crop(batch, loader):
+        length = next(lengths)
+        return [tensor[:, :length] for tensor in batch]
+
+    after(TokenLoader, "next", crop)
 
 
 @edit
@@ -328,6 +361,10 @@ CASES = [
     ("rarely", 0, dict(remat="selective"), PASSES, None),
     ("random_table", 0, {}, "refused: table: .* at random", None),
     ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
+    ("late_queue", 0, {}, PASSES, "past: steps change it, and no checkpoint holds it"),
+    ("shared_weight", 2, {}, PASSES, None),
+    ("shared_weight", 2, FSDP, "refused: model.py: blocks.1.mlp.up.weight is shared", None),
+    ("rows_that_grow", 2, CONTEXT, PASSES, None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
     ("no_mean", 2, {}, PASSES, "micro-steps"),
     ("no_mean", 2, CONTEXT, "refused: context_parallel=2", None),
