@@ -39,8 +39,8 @@ LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 UPDATES = 5  # of these steps by the same gradients, since a forward and a backward take longer
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
-# attributes of modules and optimizers of which a checkpoint has what it needs
-FOUND = ("_parameters", "_buffers", "state", "param_groups")
+# attributes of which a checkpoint has what it needs; train.Training's last one the trials set
+FOUND = ("_parameters", "_buffers", "state", "param_groups", "accumulation")
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
 
 
@@ -308,10 +308,10 @@ class Proof:
         if drawn := differences(self.fresh, unsaved(other)):
             what = "model.py draws it at random, and no checkpoint holds it"
             raise UserError(f"{listed(drawn)}: {what}: make it a buffer (docs/experiment.md)")
-        parts = parts_of(self.built.state.optimizer)
-        before = unsaved(self.built.state.model, parts)
+        beside = [self.built, *parts_of(self.built.state.optimizer)]
+        before = unsaved(self.built.state.model, beside)
         expected = self.steps(self.built)
-        changed = differences(before, unsaved(self.built.state.model, parts))
+        changed = differences(before, unsaved(self.built.state.model, beside))
 
         def resumed():
             restored = self.build(self.built.cfg, saved["model"])
@@ -402,14 +402,14 @@ def whole(tensors):
     return found
 
 
-def unsaved(model, optimizers=()):
-    """{name: numbers} that modules and optimizers keep where no checkpoint finds them.
+def unsaved(model, beside=()):
+    """{name: numbers} that modules and objects beside them keep where no checkpoint finds them.
 
     Of an attribute that is a number or a tensor, and of lists and dicts that hold some.
     """
     held = model.state_dict(keep_vars=True)
     places = dict(model.named_modules())
-    places |= {type(part).__name__: part for part in optimizers}
+    places |= {type(part).__name__: part for part in beside}
     found = {}
     for place, owner in places.items():
         for name, value in (vars(owner) | getattr(owner, "_buffers", {})).items():
