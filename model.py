@@ -23,7 +23,6 @@ from fast.chips import best_attention
 from kernels import LayerNorm, Linear, RMSNorm
 from scale import first_values
 from settings import GPTConfig
-from system.errors import UserError
 
 INIT_STD = 0.02  # GPT-2's, of the weights of linear layers and embeddings
 
@@ -371,9 +370,6 @@ def allocate(model, device, seed=None):
         for module, other in others:  # _apply has allocated them apart
             module._parameters[other] = first._parameters[name]
     for name, parameter in model.named_parameters():
-        if name not in model.parameter_attributes:
-            why = "is shared by blocks, which FSDP2 divides apart; share modules, not weights"
-            raise UserError(f"model.py: {name} {why} (docs/experiment.md)")
         vars(parameter).update(model.parameter_attributes[name])
     if seed is not None:
         torch.manual_seed(seed)
