@@ -42,7 +42,7 @@ from run.checkpoint import Saver
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger
-from run.pack import magnitudes
+from run.pack import magnitudes, pack
 from run.prove import prove
 from run.signals import Watch, errors_explained
 from scale import context_parallel, generators, parallel
@@ -194,6 +194,8 @@ def train(cfg, world, watch, stack):
     # the state as the checkpoint has it, random numbers included; else as it is
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
+    if cfg.save_interval:
+        pack(state)  # what no checkpoint can hold ends a run here, not at its first save
     source.check()  # that no source was edited while this process imported it
     if writes:
         resume.prepare_out_dir(cfg)

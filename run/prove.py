@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import model as models
 from corpus import as_user_error
@@ -27,7 +28,7 @@ from run import source
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
 from scale import context_parallel, generators, memory, parallel
-from scale.shards import copy_into
+from scale.shards import copy_into, local
 from system import files
 from system.errors import UserError, listed, warn
 
@@ -38,6 +39,8 @@ LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 UPDATES = 5  # of these steps by the same gradients, since a forward and a backward take longer
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
+# attributes of which a checkpoint has what it needs; train.Training's last one the trials set
+FOUND = ("_parameters", "_buffers", "state", "param_groups", "accumulation")
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
 
 
@@ -81,10 +84,11 @@ def cropped(loader, cfg, eot):
     """[(x, y)] of a step's micro-batches: two short rows each, (B, T), with separators in them."""
     N = cfg.context_parallel
     position = loader.state_dict()
+    batches = [loader.next() for _ in range(MICRO_STEPS)]
+    shortest = min(x.size(1) for x, _ in batches)
+    T = min(PART * max(2, N), shortest) // N * N
     found = []
-    for _ in range(MICRO_STEPS):
-        x, y = loader.next()
-        T = min(PART * max(2, N), x.size(1)) // N * N
+    for x, y in batches:
         x, y = x[:2, :T].clone(), y[:2, :T]
         if eot is not None:
             x[:, separators(T)] = eot
@@ -304,10 +308,10 @@ class Proof:
         if drawn := differences(self.fresh, unsaved(other)):
             what = "model.py draws it at random, and no checkpoint holds it"
             raise UserError(f"{listed(drawn)}: {what}: make it a buffer (docs/experiment.md)")
-        parts = parts_of(self.built.state.optimizer)
-        before = unsaved(self.built.state.model, parts)
+        beside = [self.built, *parts_of(self.built.state.optimizer)]
+        before = unsaved(self.built.state.model, beside)
         expected = self.steps(self.built)
-        changed = differences(before, unsaved(self.built.state.model, parts))
+        changed = differences(before, unsaved(self.built.state.model, beside))
 
         def resumed():
             restored = self.build(self.built.cfg, saved["model"])
@@ -398,36 +402,32 @@ def whole(tensors):
     return found
 
 
-def unsaved(model, optimizers=()):
-    """{name: number or tensor} that modules and optimizers keep where no checkpoint finds it."""
+def unsaved(model, beside=()):
+    """{name: numbers} that modules and objects beside them keep where no checkpoint finds them.
+
+    Of an attribute that is a number or a tensor, and of lists and dicts that hold some.
+    """
     held = model.state_dict(keep_vars=True)
     places = dict(model.named_modules())
-    places |= {type(part).__name__: part for part in optimizers}
+    places |= {type(part).__name__: part for part in beside}
     found = {}
     for place, owner in places.items():
         for name, value in (vars(owner) | getattr(owner, "_buffers", {})).items():
             full = f"{place}.{name}".removeprefix(".")
-            if torch.is_tensor(value) and not value.requires_grad:
-                value = value.detach().clone()
-            elif not isinstance(value, (int, float)):
+            if full in held or name in FOUND:
                 continue
-            if full not in held:
-                found[full] = value
+            found[full] = values = []
+            for leaf in tree_leaves(value):
+                if torch.is_tensor(leaf) and not leaf.requires_grad:
+                    leaf = local(leaf).tolist()
+                if isinstance(leaf, (int, float, list)):
+                    values.append(leaf)
     return found
 
 
 def differences(found, expected):
     """Names of the values in `found` that `expected` has otherwise."""
-    names = []
-    for name, value in found.items():
-        other = expected.get(name)
-        if torch.is_tensor(value) and torch.is_tensor(other):
-            same = value.equal(other)
-        else:
-            same = value is other or value == other
-        if not same:
-            names.append(name)
-    return names
+    return [name for name, values in found.items() if expected.get(name, values) != values]
 
 
 def largest_error(found, expected):

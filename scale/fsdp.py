@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 
 import fast
 from scale import memory, parallel
+from system.errors import UserError
 
 
 def shard(model, cfg, world, analysis=None):
@@ -30,6 +31,7 @@ def shard(model, cfg, world, analysis=None):
         for block in model.blocks:
             block.register_forward_hook(with_all_gradients)
 
+    names = dict(model.named_parameters())
     units = units_of(model, cfg, analysis)
     for modules in units:
         # parameters are freed after each use; in zero2 after a step's last micro-step, and those of
@@ -37,6 +39,10 @@ def shard(model, cfg, world, analysis=None):
         frees = cfg.parallel != "zero2" and modules != [model.head]
         fsdp.fully_shard(modules, reshard_after_forward=frees, **options)
     fsdp.fully_shard(model, **options)
+    for name, _ in model.named_parameters():
+        if name not in names:
+            why = "is shared by blocks, which FSDP2 divides apart; share modules, not weights"
+            raise UserError(f"model.py: {name} {why} (docs/experiment.md)")
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit
         fsdp.register_fsdp_forward_method(module, method)

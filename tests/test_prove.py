@@ -5,6 +5,7 @@ Each edit is made in the process of a rank, which then proves a narrow copy of i
 
 import contextlib
 import io
+import itertools
 import random
 import re
 import time
@@ -22,6 +23,7 @@ import optim
 import run.prove
 import train
 from configurator import configure
+from corpus.loader import TokenLoader
 from run.build import choose, make_loader, separator
 from run.signals import errors_explained
 from scale import parallel
@@ -158,6 +160,40 @@ def late_counter():
         return y.tanh() if block.calls > 10_000 else y
 
     block_forward(change)
+
+
+@edit
+def late_queue():
+    """A list of past inputs, which has an effect when it is longer than the proof makes it."""
+
+    def change(block, y, idx):
+        past = vars(block).setdefault("past", [])
+        past.append(y.detach().mean())
+        return y + past.pop(0) if len(past) > 100 else y
+
+    block_forward(change)
+
+
+@edit
+def mean_in_training():
+    """Of losses, in an attribute of Training."""
+
+    def note(totals, training, *_):
+        training.mean = 0.9 * getattr(training, "mean", totals[0]) + 0.1 * totals[0]
+        return totals
+
+    after(train.Training, "accumulate", note)
+
+
+@edit
+def rows_that_grow():
+    lengths = itertools.count(16, 4)
+
+    def crop(batch, loader):
+        length = next(lengths)
+        return [tensor[:, :length] for tensor in batch]
+
+    after(TokenLoader, "next", crop)
 
 
 @edit
@@ -328,6 +364,9 @@ CASES = [
     ("rarely", 0, dict(remat="selective"), PASSES, None),
     ("random_table", 0, {}, "refused: table: .* at random", None),
     ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
+    ("late_queue", 0, {}, PASSES, "past: steps change it, and no checkpoint holds it"),
+    ("mean_in_training", 2, FSDP, PASSES, "Training.mean: steps change it"),
+    ("rows_that_grow", 2, CONTEXT, PASSES, None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
     ("no_mean", 2, {}, PASSES, "micro-steps"),
     ("no_mean", 2, CONTEXT, "refused: context_parallel=2", None),
