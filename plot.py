@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 import configurator
+from corpus import as_user_error
 from measure.logs import compare, load, smooth
 from system.errors import UserError
 
@@ -90,7 +91,7 @@ def main(cfg):
     first = Path(cfg.words[0])
     out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(style(cfg.dark)):
+    with matplotlib.rc_context(style(cfg.dark)), as_user_error(f"{out} cannot be drawn"):
         draw(runs, cfg.x, cfg.y, cfg.panels).savefig(out, dpi=160)
     print(f"drawn: {out}")
 

@@ -2,10 +2,10 @@
 
     python results/run_list.py results/modern/ablation.txt --data_dir=data/fineweb-edu --gpus=8
 
-A line of a list is a run: its name, then the words of `train.py`, or another program and its words
-(`bench.py step config/gpt2_124m.py`). Words after a `*` are put before those of all later lines.
-Two words may stand before them: `ranks=N` starts torchrun on N GPUs, `code=FOLDER` another
-checkout's code.
+A line of a list is a run: its name, then the words of `train.py`, of which the first begins with
+`config/` or `--`, or another program and its words (`bench.py step config/gpt2_124m.py`). Words
+after a `*` are put before those of all later lines. Two words may stand before them: `ranks=N`
+starts torchrun on N GPUs, `code=FOLDER` another checkout's code.
 
 A training writes out_dir/NAME/ and at its end keep/NAME.jsonl, which plot.py draws: the settings,
 all validation losses, scores and samples, one training step in many, the median time of a step and
@@ -144,8 +144,9 @@ def ended(cfg, run):
             f"$ {launcher} {shlex.join(run['words'])}      # at {commit.stdout.strip()}\n{console}"
         )
     kept(cfg, run).write_text(text)
-    steps = [line for line in console.splitlines() if line.startswith("step ")]
-    print(f"{run['name']:<28} {(steps or console.splitlines())[-1]}", flush=True)
+    printed = console.splitlines() or ["printed nothing"]
+    steps = [line for line in printed if line.startswith("step ")] or printed
+    print(f"{run['name']:<28} {steps[-1]}", flush=True)
 
 
 def row(name, path):

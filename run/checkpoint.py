@@ -127,6 +127,9 @@ class Saver:
             shutil.copyfile(tokenizer, self.aside / "tokenizer.json")
             for path in tokenizers.beside(tokenizer.parent):
                 shutil.copyfile(path, self.aside / path.name)
+        elif tokenizer:
+            advice = "put that of an earlier checkpoint into the data's folder"
+            warn(f"{tokenizer} is not there: {self.final} is without a tokenizer; {advice}")
         manifest = {}
         for of_rank in digests:
             manifest |= of_rank

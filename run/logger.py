@@ -148,8 +148,9 @@ class Logger:
         """The closing summary after `step` steps."""
         kind = "stopped" if stopped else "done"
         kept = "none: nothing was saved"
+        more = "" if stopped else " and more steps"
         if self.saved_at is not None:
-            kept = f"{self.cfg.out_dir} at step {self.saved_at}; to go on, add --resume=auto"
+            kept = f"{self.cfg.out_dir} at step {self.saved_at}; to go on, add --resume=auto{more}"
         took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"
         show([(kind, took), ("checkpoint", kept)], self.print)
         self.record(kind, step)  # the last line, which a run that was killed lacks

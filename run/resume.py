@@ -16,6 +16,7 @@ from run.checkpoint import (
     read_best,
     remove,
     shape_of,
+    step_of,
 )
 from run.pack import unpack
 from scale import parallel
@@ -92,12 +93,14 @@ def refuse_what_is_in_the_way(cfg, start):
     # with auto a run that was killed before its first checkpoint begins again
     kind = "saved" if cfg.resume == "auto" else "train"
     used = there or f'"kind": "{kind}"' in text
-    goes_on = start.saved_at is not None and Path(cfg.resume) not in there[:-1]
+    named = start.folder == Path(cfg.resume)  # else it is the newest whole one
+    behind = named and any(step_of(folder) > start.state["step"] for folder in there)
+    goes_on = start.saved_at is not None and not behind
     a_runs = (out_dir / "source.json").exists()
     foreign = not a_runs and any((out_dir / name).exists() for name in WRITTEN)
     if foreign or used and not goes_on:
         what = "holds a run or files that this run does not go on from and would overwrite"
-        advice = "try --resume=auto, --overwrite or another --out_dir"
+        advice = "try --resume=auto if its checkpoints are there, --overwrite or another --out_dir"
         raise UserError(f"out_dir={out_dir} {what}; {advice}")
 
 

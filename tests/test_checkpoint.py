@@ -225,11 +225,13 @@ def test_a_folder_in_use_is_refused_and_left(tmp_path, monkeypatch):
     for path in ("auto", str(tmp_path)):
         assert start(tmp_path, path).folder == last
     refused(str(first))
+    refused(os.path.relpath(first))
     other = tmp_path / "other"
     assert start(other, str(first)).folder == first
     refused(str(save(other, 3)))
     refused(str(first), folder=other)
     best = first.rename(tmp_path / "step_best")
+    refused(str(best))
     assert start(tmp_path / "another", str(best)).folder == best
 
 

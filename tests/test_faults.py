@@ -184,6 +184,8 @@ def test_a_checkpoint_carries_its_tokenizer(tmp_path, capsys):
     words = [f"--checkpoint={moved}", "--max_new_tokens=2", "--prompt=ab"]
     sample.main(configure(sample.Config, words))
     assert capsys.readouterr().out.startswith("ab")
+    save_model(out, model, cfg, 3)
+    assert "without a tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.fault(97)
