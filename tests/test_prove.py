@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from conftest import flags
 from torch.distributed.tensor import DTensor
 
+import kernels
 import model as models
 import optim
 import run.prove
@@ -89,6 +90,17 @@ def loss_is(change):
 @edit
 def token_shift():
     block_forward(lambda block, y, idx: y + 0.5 * F.pad(y, (0, 0, 1, 0))[:, :-1])
+
+
+@edit
+def shift_in_the_core():
+    """The one of docs/experiment.md."""
+
+    def shifted(q, k, v, backend, dropout):
+        before = F.pad(k[..., :-1, :4], (0, 0, 1, 0))
+        return kernels.attention(q, torch.cat([before, k[..., 4:]], -1), v, backend, dropout)
+
+    core_is(shifted)
 
 
 @edit
@@ -358,6 +370,7 @@ CASES = [
     (None, 2, ZERO2 | CONTEXT | MASKED | BLOCK, PASSES, None),
     ("token_shift", 2, CONTEXT | FSDP, "refused: context_parallel=2", None),
     ("token_shift", 0, MASKED, "refused: document_mask", None),
+    ("shift_in_the_core", 2, CONTEXT | FSDP | MASKED, PASSES, None),
     ("far_mix", 0, MASKED | LONG, "refused: document_mask", None),
     ("far_mix", 2, CONTEXT | LONG, "refused: context_parallel=2", None),
     ("rarely", 0, BLOCK, "refused: remat=block: a block draws", None),
