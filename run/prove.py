@@ -76,7 +76,8 @@ def prove(make, cfg, world, loader, eot):
     if cfg.dry_run:
         return rows + [("", words) for words in found]
     if world.main:
-        files.write_atomic(note, facts)
+        with files.writable(cfg.out_dir):
+            files.write_atomic(note, facts)
     return rows
 
 
