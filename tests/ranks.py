@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import pickle
+import random
 import runpy
 import select
 import signal
@@ -100,11 +101,16 @@ def environment():
 
 
 def free_port():
-    # the socket stays bound: no other process gets its port, a store still may
-    PORTS.append(s := socket.socket())
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
+    """A port below those that connections take, kept for a store from now on."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        PORTS.append(kept := socket.socket())
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # beside it a store may listen
+        with contextlib.suppress(OSError):
+            with socket.socket() as other:
+                other.bind(("127.0.0.1", port))  # which fails where another process keeps it
+            kept.bind(("127.0.0.1", port))
+            return port
 
 
 # -- the client's end
