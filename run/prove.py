@@ -39,8 +39,8 @@ LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 UPDATES = 5  # of these steps by the same gradients, since a forward and a backward take longer
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
-# attributes of which a checkpoint has what it needs; train.Training's last one the trials set
-FOUND = ("_parameters", "_buffers", "state", "param_groups", "accumulation")
+# what `unsaved` leaves out of modules, and of optimizers and train.Training, as it is saved or set
+IN_MODULES, BESIDE = ("_parameters", "_buffers"), ("state", "param_groups", "accumulation")
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
 
 
@@ -409,13 +409,14 @@ def unsaved(model, beside=()):
     Of an attribute that is a number or a tensor, and of lists and dicts that hold some.
     """
     held = model.state_dict(keep_vars=True)
-    places = dict(model.named_modules())
-    places |= {type(part).__name__: part for part in beside}
+    modules = dict(model.named_modules())
+    places = modules | {type(part).__name__: part for part in beside}
     found = {}
     for place, owner in places.items():
+        known = IN_MODULES if place in modules else BESIDE
         for name, value in (vars(owner) | getattr(owner, "_buffers", {})).items():
             full = f"{place}.{name}".removeprefix(".")
-            if full in held or name in FOUND:
+            if full in held or name in known:
                 continue
             found[full] = values = []
             for leaf in tree_leaves(value):

@@ -179,7 +179,7 @@ def late_queue():
     """A list of past inputs, which has an effect when it is longer than the proof makes it."""
 
     def change(block, y, idx):
-        past = vars(block).setdefault("past", [])
+        past = vars(block).setdefault("state", [])
         past.append(y.detach().mean())
         return y + past.pop(0) if len(past) > 100 else y
 
@@ -377,7 +377,7 @@ CASES = [
     ("rarely", 0, dict(remat="selective"), PASSES, None),
     ("random_table", 0, {}, "refused: table: .* at random", None),
     ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
-    ("late_queue", 0, {}, PASSES, "past: steps change it, and no checkpoint holds it"),
+    ("late_queue", 0, {}, PASSES, "state: steps change it, and no checkpoint holds it"),
     ("mean_in_training", 2, FSDP, PASSES, "Training.mean: steps change it"),
     ("rows_that_grow", 2, CONTEXT, PASSES, None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
