@@ -91,8 +91,10 @@ def main(cfg):
     first = Path(cfg.words[0])
     out = Path(cfg.out or (first / "curves.png" if first.is_dir() else first.with_suffix(".png")))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(style(cfg.dark)), as_user_error(f"{out} cannot be drawn"):
-        draw(runs, cfg.x, cfg.y, cfg.panels).savefig(out, dpi=160)
+    with matplotlib.rc_context(style(cfg.dark)):
+        figure = draw(runs, cfg.x, cfg.y, cfg.panels)
+        with as_user_error(f"{out} cannot be written"):
+            figure.savefig(out, dpi=160)
     print(f"drawn: {out}")
 
 

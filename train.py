@@ -38,7 +38,7 @@ from run.build import (
     validation_loaders,
     wrap,
 )
-from run.checkpoint import Saver
+from run.checkpoint import Saver, everywhere
 from run.evaluate import Evaluations, add_evaluations
 from run.figures import Figures
 from run.logger import LONG, Logger
@@ -195,7 +195,7 @@ def train(cfg, world, watch, stack):
     generators.seed(cfg.seed + world.rank)  # dropout differs by rank
     start.restore(state)
     if cfg.save_interval:
-        pack(state)  # what no checkpoint can hold ends a run here, not at its first save
+        everywhere(pack, state)  # state.own that no checkpoint can hold ends a run here
     source.check()  # that no source was edited while this process imported it
     if writes:
         resume.prepare_out_dir(cfg)

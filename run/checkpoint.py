@@ -128,7 +128,7 @@ class Saver:
             for path in tokenizers.beside(tokenizer.parent):
                 shutil.copyfile(path, self.aside / path.name)
         elif tokenizer:
-            advice = "put that of an earlier checkpoint into the data's folder"
+            advice = "put that of an earlier checkpoint there"
             warn(f"{tokenizer} is not there: {self.final} is without a tokenizer; {advice}")
         manifest = {}
         for of_rank in digests:

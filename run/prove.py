@@ -202,6 +202,7 @@ class Proof:
             cuda_graph=False,
         )
         loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
+        generators.seed(self.cfg.seed)  # as the run's analysis does, on all ranks alike
         training = self.make(cfg, self.world, loader, weights, self.eot, self.analysis)
         self.analysis = training.analysis
         training.state.model.train()
@@ -305,6 +306,7 @@ class Proof:
         """A run that goes on, and one that is restored from what it saves, bit for bit."""
         tensors, values = pack(self.built.state)
         saved = {group: whole(named) for group, named in tensors.items()}
+        generators.seed(self.cfg.seed + 1)  # numpy's and Python's, too
         other = models.build(self.built.cfg, self.world.device, self.cfg.seed + 1)
         if drawn := differences(self.fresh, unsaved(other)):
             what = "model.py draws it at random, and no checkpoint holds it"
@@ -409,6 +411,7 @@ def unsaved(model, beside=()):
     Of an attribute that is a number or a tensor, and of lists and dicts that hold some.
     """
     held = model.state_dict(keep_vars=True)
+    saved = set(map(id, held.values()))
     modules = dict(model.named_modules())
     places = modules | {type(part).__name__: part for part in beside}
     found = {}
@@ -420,6 +423,8 @@ def unsaved(model, beside=()):
                 continue
             found[full] = values = []
             for leaf in tree_leaves(value):
+                if id(leaf) in saved:  # under another name
+                    continue
                 if torch.is_tensor(leaf) and not leaf.requires_grad:
                     leaf = local(leaf).tolist()
                 if isinstance(leaf, (int, float, list)):

@@ -242,7 +242,7 @@ def random_key(*numbers):
 def noises(first):
     """Three (groups, GROUP) int32 tensors of 20, 20 and 16 random bits.
 
-    first: (groups, 1) int32, the number of a group's first element, and a `random_key`. The 32-bit
+    first: (groups, 1) int32, the number of a group's first element plus a `random_key`. The 32-bit
     arithmetic wraps, and its multipliers are negative where the first bit is set.
     """
     element = first + torch.arange(GROUP, dtype=torch.int32, device=first.device)

@@ -41,7 +41,7 @@ def shard(model, cfg, world, analysis=None):
     fsdp.fully_shard(model, **options)
     for name, _ in model.named_parameters():
         if name not in names:
-            why = "is shared by blocks, which FSDP2 divides apart; share modules, not weights"
+            why = "is shared by modules that FSDP2 divides apart; share a module, not a weight"
             raise UserError(f"model.py: {name} {why} (docs/experiment.md)")
     for module, method in ((model.head, "logits"), (model, "logits"), (model, "token_losses")):
         # it does nothing for a head that is no unit

@@ -164,6 +164,28 @@ def random_table():
 
 
 @edit
+def random_number():
+    """Of Python, alike on all ranks."""
+
+    def add(_, model, cfg):
+        model.number = 1 + 0.1 * random.random()
+
+    after(models.GPT, "__init__", add)
+    loss_is(lambda model, idx, targets, loss: loss * model.number)
+
+
+@edit
+def frozen_in_a_list():
+    """As nn.GRU keeps its weights: a checkpoint holds it under another name."""
+
+    def add(_, model, cfg):
+        model.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        model.listed = [model.frozen.weight]
+
+    after(models.GPT, "__init__", add)
+
+
+@edit
 def late_counter():
     """With an effect after more steps than the proof takes."""
 
@@ -376,6 +398,8 @@ CASES = [
     ("rarely", 0, BLOCK, "refused: remat=block: a block draws", None),
     ("rarely", 0, dict(remat="selective"), PASSES, None),
     ("random_table", 0, {}, "refused: table: .* at random", None),
+    ("random_number", 2, FSDP, "refused: number: .* at random", None),
+    ("frozen_in_a_list", 0, {}, PASSES, None),
     ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
     ("late_queue", 0, {}, PASSES, "state: steps change it, and no checkpoint holds it"),
     ("mean_in_training", 2, FSDP, PASSES, "Training.mean: steps change it"),

@@ -263,7 +263,7 @@ PATCHES = [
         [(HEAD, HEAD + "        self.blocks[1].mlp.up.weight = self.blocks[0].mlp.up.weight\n")],
         (modes.PLAIN, modes.DDP, modes.FSDP),
         sample=(modes.FSDP,),
-        refused={modes.FSDP: "blocks.1.mlp.up.weight is shared by blocks"},
+        refused={modes.FSDP: "blocks.1.mlp.up.weight is shared by modules"},
     ),
     Patch(
         "a GRU in each block",
