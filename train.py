@@ -146,7 +146,7 @@ class Training:
 
 def main(cfg):
     world = parallel.join(cfg)
-    watch = Watch()
+    watch = Watch(world)
     with errors_explained(cfg, world), contextlib.ExitStack() as stack:
         train(cfg, world, watch, stack)
     parallel.stop()

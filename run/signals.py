@@ -8,7 +8,7 @@ import time
 import torch
 
 from scale import memory, parallel
-from system.errors import UserError, is_rank_0
+from system.errors import UserError
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
@@ -25,7 +25,8 @@ class Watch:
     stop, else 0.
     """
 
-    def __init__(self):
+    def __init__(self, world):
+        self.world = world
         self.asked = self.stopping = 0
         self.asked_at = 0.0
         for number in SIGNALS:
@@ -38,16 +39,19 @@ class Watch:
             return
         self.asked = number
         self.asked_at = time.monotonic()
-        if is_rank_0():
+        if self.world.main:
             words = "this run saves and stops; a second signal ends it at once"
             with contextlib.suppress(OSError):  # the terminal was closed
                 # not by `print`, which the signal may have interrupted
                 os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
 
     def agreed(self):
-        """Sets `stopping` where any rank got a signal; returns it. All ranks call it."""
+        """Sets `stopping` where any rank got a signal; returns it.
+
+        All ranks call it: a small all-reduce.
+        """
         if not self.stopping:
-            self.stopping = max(parallel.gather_objects(self.asked))
+            self.stopping = parallel.max_over_ranks(self.asked, self.world.device)
         return self.stopping
 
     def check(self):

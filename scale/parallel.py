@@ -203,6 +203,15 @@ def sum_over_ranks(tensor):
     return tensor
 
 
+def max_over_ranks(number, device):
+    """The largest integer of any rank; waits for `device`, that of the ranks."""
+    if not dist.is_initialized():  # which need not wait for the device
+        return number
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
 def broadcast(tensors):
     """Gives all ranks rank 0's values."""
     for tensor in tensors:
