@@ -148,7 +148,7 @@ class Logger:
         """The closing summary after `step` steps."""
         kind = "stopped" if stopped else "done"
         kept = "none: nothing was saved"
-        more = "" if stopped else " and a later end"
+        more = "" if stopped else " and raise the limit of steps, tokens or seconds"
         if self.saved_at is not None:
             kept = f"{self.cfg.out_dir} at step {self.saved_at}; to go on, add --resume=auto{more}"
         took = f"step {step} after {time.perf_counter() - self.began:,.1f} s"

@@ -39,7 +39,8 @@ LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
 UPDATES = 5  # of these steps by the same gradients, since a forward and a backward take longer
 OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narrow is tried as it is
-# what `unsaved` leaves out of modules, and of optimizers and train.Training, as it is saved or set
+# attributes that `unsaved` skips, of modules and of the objects beside them (optimizers and
+# train.Training): a checkpoint holds what is in them, or the trials themselves set them
 IN_MODULES, BESIDE = ("_parameters", "_buffers"), ("state", "param_groups", "accumulation")
 OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
 
@@ -406,24 +407,23 @@ def whole(tensors):
 
 
 def unsaved(model, beside=()):
-    """{name: numbers} that modules and objects beside them keep where no checkpoint finds them.
+    """{name of an attribute: list of the numbers in it} for what no checkpoint holds.
 
-    Of an attribute that is a number or a tensor, and of lists and dicts that hold some.
+    Of the model's modules and of the objects `beside` it. An attribute may be a number, a tensor,
+    or a list or dict of them.
     """
-    held = model.state_dict(keep_vars=True)
-    saved = set(map(id, held.values()))
+    saved = set(map(id, model.state_dict(keep_vars=True).values()))
     modules = dict(model.named_modules())
     places = modules | {type(part).__name__: part for part in beside}
     found = {}
     for place, owner in places.items():
         known = IN_MODULES if place in modules else BESIDE
         for name, value in (vars(owner) | getattr(owner, "_buffers", {})).items():
-            full = f"{place}.{name}".removeprefix(".")
-            if full in held or name in known:
+            if name in known:
                 continue
-            found[full] = values = []
+            found[f"{place}.{name}".removeprefix(".")] = values = []
             for leaf in tree_leaves(value):
-                if id(leaf) in saved:  # under another name
+                if id(leaf) in saved:  # perhaps under another name
                     continue
                 if torch.is_tensor(leaf) and not leaf.requires_grad:
                     leaf = local(leaf).tolist()

@@ -61,7 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            small, coded = [], {}
+            small, coded = [], {}  # coded: lists of parameters that `update` takes together
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -101,7 +101,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 local(p).copy_(weight)
 
     def update_coded(self, params, step, group):
-        """Updates one parameter in place, or copies of several small ones together."""
+        """Updates one parameter in place; small ones as one tensor, which is copied back."""
         changed, rows = [], []  # of each parameter
         for p in params:
             state = self.state[p]

@@ -101,7 +101,10 @@ def environment():
 
 
 def free_port():
-    """A port below those that connections take, kept for a store from now on."""
+    """A free port, reserved for this process, at which a rendezvous store can still listen.
+
+    It lies below the range from which the system gives ports to outgoing connections.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         PORTS.append(kept := socket.socket())
