@@ -27,7 +27,7 @@ from optim import parts_of
 from run import source
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
-from scale import context_parallel, generators, memory, parallel
+from scale import context_parallel, first_values, generators, memory, parallel
 from scale.shards import copy_into, local
 from system import files
 from system.errors import UserError, listed, warn
@@ -237,7 +237,7 @@ class Proof:
         self.model = training.model = training.state.model  # not in DDP
         self.fresh = unsaved(self.model)
         generators.seed(cfg.seed)
-        add_noise(self.model)
+        first_values.add_noise(self.model)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls, self.drawing = [], []
         before = []
@@ -374,7 +374,7 @@ class Proof:
         length = min(cfg.block_size, context_parallel.MIXED)
         cfg = replace(cfg, block_size=length, dropout=0.0)
         model = models.build(cfg, self.world.device, cfg.seed).eval()
-        add_noise(model)
+        first_values.add_noise(model)
         return model
 
     def forward(self, x, y, seed=0):
@@ -385,14 +385,6 @@ class Proof:
 
 
 # -- parts of a trial
-
-
-@torch.no_grad()
-def add_noise(model):
-    """Makes all weights random, since first values may be zero."""
-    for p in model.parameters():
-        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-        p.add_(torch.randn_like(p), alpha=scale)
 
 
 def whole(tensors):

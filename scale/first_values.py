@@ -116,3 +116,18 @@ def whole(module, prefix, given):
             why = "has no first value, as __init__ gives none under FSDP2"
             advice = "give it one in reset_parameters() of its module (docs/experiment.md)"
             raise UserError(f"model.py: {where} {why}; {advice}")
+
+
+@torch.no_grad()
+def add_noise(model):
+    """For a trial: makes weights random, since first values may be zero, and saved buffers larger.
+
+    What starts at zero would have no effect that a trial could see.
+    """
+    for p in model.parameters():
+        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+        p.add_(torch.randn_like(p), alpha=scale)
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.add_(torch.rand_like(buffer), alpha=0.1)  # a variance stays positive

@@ -108,11 +108,20 @@ def fails(self, idx, positions=None):
     return hidden(self, idx)
 
 
-hidden, forward = GPT.hidden, Block.forward
+def with_a_table(self, cfg):
+    """Of the token before, in a saved buffer of zeros, which training would fill."""
+    init(self, cfg)
+    self.register_buffer("table", torch.zeros(cfg.padded_vocab, cfg.n_embd))
+    before = lambda idx: F.embedding(F.pad(idx, (1, 0))[:, :-1], self.table)
+    self.embed = lambda idx, positions: GPT.embed(self, idx, positions) + before(idx)
+
+
+init, hidden, forward = GPT.__init__, GPT.hidden, Block.forward
 
 
 @pytest.mark.parametrize("owner, name, edit, words", [
     (Block, "forward", shifted, "mixes tokens outside of attn.core"),
+    (GPT, "__init__", with_a_table, "mixes tokens outside of attn.core"),
     (GPT, "hidden", block_twice, ""),  # a cache for each of its calls
     (GPT, "hidden", fails, "AssertionError"),
     (Attention, "core", staticmethod(lambda q, k, v, *_: v), "a KV cache goes around attn.core"),

@@ -27,7 +27,7 @@ def test_a_patch_says_what_it_is(file):
     words = " ".join(header.split())
     assert all(refusal in words for own in owns for refusal in own.refused.values())
     assert ("without a KV cache" in words) == (not owns[0].cached)
-    assert 0 < sizes(file)[0] <= 60
+    assert 0 < sizes(file)[0] <= (120 if file.stem == "speedrun" else 60)
 
 
 def test_the_table_has_each_patch():

@@ -215,6 +215,16 @@ PATCHES = [
         export=HAS_MORE.replace("gpt2", "llama"),
     ),
     shelved(
+        "speedrun",
+        "a table that is no parameter learns in the backward; shared gradients; an average at the end",
+        (modes.RESUMED, *REMAT, modes.EXPORTED, modes.DDP, modes.FSDP, *LAYERS),
+        sample=(modes.RESUMED, modes.DDP),
+        refused=dict.fromkeys((modes.DDP, modes.FSDP, modes.CONTEXT), "is for one GPU"),
+        settings=dict(norm="rmsnorm", positions="rope", mlp="relu2", bias=False),
+        cached=False,
+        export=HAS_MORE.replace("gpt2", "llama"),
+    ),
+    shelved(
         "half_shift",
         "half of the embedding's channels are those of the token before",
         (modes.SAMPLED, modes.CONTEXT),
@@ -223,4 +233,5 @@ PATCHES = [
     ),
     within_documents("byte_patches"),
     within_documents("half_shift"),
+    within_documents("speedrun"),
 ]
