@@ -216,7 +216,7 @@ PATCHES = [
     ),
     shelved(
         "speedrun",
-        "a table that is no parameter learns in the backward; shared gradients; an average at the end",
+        "a table learns in the backward; gradients are shared; weights are averaged at the end",
         (modes.RESUMED, *REMAT, modes.EXPORTED, modes.DDP, modes.FSDP, *LAYERS),
         sample=(modes.RESUMED, modes.DDP),
         refused=dict.fromkeys((modes.DDP, modes.FSDP, modes.CONTEXT), "is for one GPU"),
