@@ -11,6 +11,7 @@ import torch
 from conftest import load_checkpoint, losses, read_log, train_here
 from saved import moments_of
 
+import optim
 from run.build import build_model
 from scale.parallel import World
 from settings import Config, GPTConfig
@@ -56,6 +57,19 @@ def gradients(model, *batch, autocast=None):
         loss, _, _ = model(*batch)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def take_step(job, next_batch, lr):
+    """A step of train.Training without the loop's figures.
+
+    Returns (this rank's mean loss over its targets, the norm of the gradients over all ranks).
+    """
+    optim.set_learning_rate(job.state.optimizer, lr)
+    totals = job.accumulate(next_batch)
+    norm = job.normalize_and_clip(totals)
+    loss = totals[0] * job.rank_step_tokens / totals[1].clamp(min=1)
+    job.update(totals, norm)
+    return loss, norm
 
 
 def copied(run, step, to):

@@ -9,9 +9,9 @@ import runpy
 
 import pytest
 import torch
+from compare import take_step
 from conftest import ROOT
 from ranks import call, run
-from stepping import take_step
 
 import model as models
 from bench import COMMANDS, StepConfig, main

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import pickle
 
 import huggingface_hub
 import pytest
@@ -12,8 +10,8 @@ import torch
 import transformers
 from conftest import ROOT, save_model
 from safetensors.torch import load_file, save_file
-from saved import CPU
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from saved import CPU, trap
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 import convert
 import model
@@ -36,16 +34,8 @@ SHAPE = dict(vocab_size=301, max_position_embeddings=64, hidden_size=64, interme
 SHAPE |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
 
 
-def llama(**changes):
-    return made(LlamaConfig(**{**SHAPE, **changes}))
-
-
-def qwen3(**changes):
-    return made(Qwen3Config(**{**SHAPE, "head_dim": 16, **changes}))
-
-
-def mistral(**changes):
-    return made(transformers.MistralConfig(**{**SHAPE, "sliding_window": None, **changes}))
+def llama(kind=LlamaConfig, **changes):
+    return made(kind(**SHAPE | changes))
 
 
 def made(config):
@@ -61,6 +51,8 @@ def randomized(model):
     return model.eval()
 
 
+qwen3 = functools.partial(llama, Qwen3Config, head_dim=16)
+mistral = functools.partial(llama, MistralConfig, sliding_window=None)
 LLAMA31 = dict(rope_parameters=SCALING | dict(rope_theta=1e4), max_position_embeddings=512)
 THETA = dict(rope_type="default", rope_theta=1e6)
 MODELS = {
@@ -252,14 +244,6 @@ def test_unsupported_is_one_line(make, changes, word, tmp_path):
     refused(lambda: load(tmp_path), word)
 
 
-class Trap:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.fault(39, 71)
 def test_damaged_missing_and_strange_files(tmp_path, monkeypatch):
     """Pickles are never opened, and an index names files of its folder only."""
@@ -269,7 +253,7 @@ def test_damaged_missing_and_strange_files(tmp_path, monkeypatch):
     path.write_bytes(whole[:-1])
     refused(lambda: load(tmp_path), "model.safetensors", "damaged")
     path.unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+    (tmp_path / "pytorch_model.bin").write_bytes(trap(tmp_path / "sprung"))
     refused(lambda: load(tmp_path), "pytorch_model.bin", "safetensors")
     assert not (tmp_path / "sprung").exists()
     (tmp_path.parent / "model.safetensors").write_bytes(whole)

@@ -8,8 +8,8 @@ import types
 import pytest
 import ranks
 import torch
+from compare import take_step
 from conftest import ROOT, losses, train_here
-from stepping import take_step
 
 import train
 from configurator import configure
@@ -115,12 +115,6 @@ def imitate(put):
 
 
 GROWING = ["--batch_tokens=768", "--growing"]
-
-
-def test_the_gradients_of_replays_add_up_as_those_of_steps(monkeypatch):
-    """One micro-step, then six."""
-    imitate(monkeypatch.setattr)
-    same(*both_ways(GROWING, "cpu"))
 
 
 def same(launched, replayed):

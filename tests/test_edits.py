@@ -23,9 +23,8 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from compare import DEVICE, GPU, LLAMA, error, runs_kernels, slow
+from compare import DEVICE, GPU, LLAMA, error, runs_kernels, slow, take_step
 from conftest import ROOT, compile_to_graphs, stand_in_for_cublas
-from stepping import take_step
 from torch._dynamo import external_utils, symbolic_convert
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch's CUDA builds only")

@@ -1,13 +1,13 @@
 """fp8.py against float64; without an NVIDIA GPU by Triton's interpreter, and PyTorch's products."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from compare import GPU, INTERPRETED, LLAMA, error, gradients, slow, with_gradients
+from test_checkpoint import state_of
 
 from settings import GPTConfig
 
@@ -16,7 +16,6 @@ import kernels
 import model as models
 from fast import cublas, forms, fp8
 from run import pack
-from train import State
 
 RUNS = torch.cuda.get_device_capability() >= (8, 9) if GPU else INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -273,13 +272,6 @@ def test_rows_of_ranks_are_gathered_to_one_scale(dtype, each, K, ranks):
         assert torch.frexp(layer.w_amax)[0].item() == 0.5
         assert 223 < w.abs().max().item() / scale <= 448
         assert error(straight.double() * scale, w) < E4M3
-
-
-def state_of(model):
-    """A train.State without data."""
-    loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return State(model, optimizer, torch.amp.GradScaler(enabled=False), loader)
 
 
 def test_scales_go_on_where_they_were():
