@@ -4,8 +4,6 @@ import ast
 import functools
 import json
 import shutil
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, flags, losses, train_here, write_shard
-from test_fineweb import contents, prepare, refused, shard_tokens, stopped_after
+from test_fineweb import STDLIB, contents, prepare, refused, shard_tokens, stopped_after
 from test_tokenizer import byte_level
 
 import model as models
@@ -51,7 +49,7 @@ LLAMA3 = (  # the form of Llama 3's
 def questions():
     """Dialogues of one to three turns on functions of Python's modules, answered by docstrings."""
     found, turns = [], []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
+    for path in sorted(STDLIB.glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 turns += ["user", f"What does {path.stem}.{node.name} do?", "assistant", text[:120]]

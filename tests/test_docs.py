@@ -8,6 +8,7 @@ import shutil
 import pytest
 import ranks
 from conftest import ROOT, flags, read_log
+from test_experiments import copy_of
 
 from experiments import inside
 
@@ -19,14 +20,6 @@ def block(begins):
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     (found,) = [code for code in blocks if code.startswith(begins)]
     return found
-
-
-def copy_of_sources(folder):
-    left_out = shutil.ignore_patterns(
-        ".*", "tests", "docs", "results", "assets", "out", "data", "wandb", "__pycache__"
-    )
-    shutil.copytree(ROOT, folder, ignore=left_out)
-    return folder
 
 
 def replaced(path, old, new):
@@ -53,7 +46,7 @@ def run(folder, words, out):
 
 @pytest.mark.slow
 def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
-    code = copy_of_sources(tmp_path / "code")
+    code = copy_of(ROOT, tmp_path / "code")
     place = "@dataclasses.dataclass\nclass State:"
     replaced(code / "train.py", place, f"{block('class Reverse')}\n\n{place}")
     replaced(code / "train.py", "loader = make_loader(cfg, world)", "loader = Reverse(cfg, world)")
@@ -69,7 +62,7 @@ def test_a_task_made_on_the_fly_is_learned_and_a_run_of_it_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own(tmp_path, data_dir):
-    code = copy_of_sources(tmp_path / "code")
+    code = copy_of(ROOT, tmp_path / "code")
     replaced(code / "optim.py", "def build(name", block("class Lion") + "\n\ndef build(name")
     place = 'if name != "adamw":\n'
     chosen = block("    if name ==").strip()

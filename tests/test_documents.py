@@ -8,7 +8,8 @@ import ranks
 import torch
 import torch.nn.functional as F
 from compare import CPU, LLAMA, error, gradients, same_run, slow, small, with_gradients
-from conftest import flags, losses, one_line, stdlib_bytes, train_here, train_in_rank, write_shard
+from conftest import flags, losses, stdlib_bytes, train_here, train_in_rank, write_shard
+from test_fineweb import refused
 from test_parallel import SHORT
 from torch._dynamo.utils import counters
 
@@ -186,9 +187,8 @@ def test_off_is_the_plain_model(way):
 
 
 def test_a_separator_is_needed(data_dir, tmp_path):
-    with pytest.raises(UserError, match="needs to know the separator.*set --tokenizer") as error:
-        train_here(data_dir, tmp_path / "run", document_mask=True, tokenizer="None")
-    one_line(error)
+    own, words = dict(document_mask=True, tokenizer="None"), "the separator.*set --tokenizer"
+    refused(UserError, words, train_here, data_dir, tmp_path / "run", **own)
 
 
 @pytest.fixture

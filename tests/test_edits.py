@@ -50,9 +50,6 @@ SHAPE |= dict(batch_size=2, compile=GPU)
 SHAPE |= dict(n_embd=256, block_size=128) if GPU else dict(n_embd=64, block_size=8)
 TILE = 64 if GPU else 8
 GROUPED = dict(n_kv_head=2, tie_embeddings=False, **LLAMA)
-two_ranks = pytest.mark.skipif(
-    GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
-)
 
 # -- the edits: {name: [(lines of model.py, what stands there instead), ...]}
 
@@ -384,7 +381,7 @@ def test_in_one_process(edit, settings, monkeypatch):
     check(edit, steps(edit, **settings), settings)
 
 
-@two_ranks
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("edit, mode", MODES, ids=words)
 def test_over_two_ranks(edit, mode):
     settings = dict(batch_size=mode.get("context_parallel", 1), **mode)

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import ranks
 import torch
-from conftest import one_line
+from conftest import ROOT, one_line
 
 import fineweb
 import settings as settings_of_a_run
@@ -27,7 +27,6 @@ from corpus.shards import open_shard, verify
 from fineweb import Config
 from system.errors import UserError
 
-ROOT = Path(__file__).parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib"))
 JSON, ASYNCIO = (f"{STDLIB}/{name}/*.py" for name in ("json", "asyncio"))
 SOURCES = f"{STDLIB}/[a-d]*.py,{JSON},{ASYNCIO}"

@@ -176,7 +176,7 @@ def test_which_calls_take_the_fused_kernel(monkeypatch):
     assert has_more(layer)
 
 
-def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
+def test_ropes_fused_kernel_has_rms_norms_alone_and_no_gradients_of_tables(monkeypatch):
     monkeypatch.setattr(forms, "enabled", {"cuda"})
     x, (cos, sin) = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 8)
     norms = nn.Identity(), nn.RMSNorm(16, 1e-5), kernels.RMSNorm(16, 1e-5)
@@ -187,14 +187,7 @@ def test_ropes_fused_kernel_has_rms_norms_alone(monkeypatch):
         kernels.rope(x, layer, cos, sin)
         assert seen.calls["rope", forms.OTHER_LAYER if layer in others else None] == 1
         assert layer in others or seen.calls.total() == 1  # the norm is inside
-
-
-def test_ropes_tables_may_have_gradients(monkeypatch):
-    monkeypatch.setattr(forms, "enabled", {"cuda"})
-    tables = torch.randn(2, 5, 4, requires_grad=True)
-    seen = flops.OperationCounter("cuda", torch.bfloat16)
-    monkeypatch.setattr(forms, "counting", seen)
-    kernels.rope(torch.randn(2, 3, 5, 8), nn.Identity(), *tables)
+    kernels.rope(x, norms[0], *torch.randn(2, 4, 8, requires_grad=True))
     assert seen.calls["rope", forms.UNUSUAL_TABLES] == 1
 
 

@@ -9,6 +9,7 @@ import ranks
 import torch
 from compare import CPU, LLAMA, gpt2
 from conftest import peak_bytes, save_model
+from test_dialogues import said
 from test_fineweb import refused
 from test_tokenizer import byte_level
 
@@ -71,14 +72,10 @@ def chatty(tmp_path):
     return folder, theirs
 
 
-def said(*turns):
-    return [dict(role=r, content=c) for r, c in zip(("user", "assistant", "user"), turns)]
-
-
 def test_a_conversation_is_written_as_transformers_does(chatty):
     folder, theirs = chatty
     tok = tokenizer.load(str(folder))
-    talk = said("  hi <|eot_id|> dé ", "yes", "x")
+    talk = said("user", "  hi <|eot_id|> dé ", "assistant", "yes", "user", "x")
     expected = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
     assert chat.Template(folder, tok).ids(talk) == expected
     assert expected.count(3) == 4  # special tokens are parsed
@@ -101,7 +98,8 @@ def test_chat_replies_to_a_prompt_or_to_each_line(chatty, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nthere\n"))
     sample.main(sample.Config(**options))
     assert capsys.readouterr().out.partition("\n")[2].startswith(first)
-    assert len(first) > 3 and asked[-1] == said("hi", first[:-1], "there")
+    talk = said("user", "hi", "assistant", first[:-1], "user", "there")
+    assert len(first) > 3 and asked[-1] == talk
 
 
 @pytest.mark.fault(83)

@@ -38,9 +38,7 @@ FREE = {
     "another function": ("# -- the loss\n", "def another(x):\n    return swiglu(x)\n"),
 }
 EDITS = {  # (text, another, what is then edited, by the first of which)
-    "an expression": ("F.relu(x).square()", "F.relu(x) ** 2", "relu2"),
     "a decorator": ("@operation(forms.mlp)", "@torch.compile\n@operation(forms.mlp)", "mlp"),
-    "a line": ("    in_float32 = x", "    x = 2 * x\n    in_float32 = x", "rotated rope"),
     "what others call": (
         "-torch.inf)",
         "-1e9)",

@@ -1,19 +1,16 @@
 """tokenizer.py: every kind of tokenizer against its reference, on Python's standard library."""
 
 import json
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from test_fineweb import refused
+from test_fineweb import STDLIB, refused
 
 from corpus import chat, tokenizer
 from corpus.text_files import Document
 from system.errors import UserError
 
-STDLIB = Path(sysconfig.get_path("stdlib"))
 ODD = ["", "a <|endoftext|> b", "  \n\n\t x\r\n", "naïve 東京 🙂", "I'll DON'T 3,141.59", "\0\x01"]
 ODD += ["a" * 3000]
 

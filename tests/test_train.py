@@ -204,6 +204,9 @@ def test_a_step_that_is_not_finite_is_skipped_bitwise(data_dir, tmp_path, monkey
         assert all(torch.equal(one[k], two[k]) for k in one)
         assert not all(torch.equal(one[k], three[k]) for k in one)
     assert [line["step"] for line in log if line["kind"] == "skipped"] == [2]
+    # inf is null
+    norms = {line["step"]: line["norm"] for line in log if line["kind"] == "train"}
+    assert norms[2] is None and norms[1] and norms[3]
     with pytest.raises(NotFinite, match="step 6"):  # its second in a row
         train_here(data_dir, tmp_path / "run", max_steps=9, resume="auto", **settings)
 
@@ -226,14 +229,6 @@ def test_a_resume_with_other_settings_or_code_is_told(data_dir, tmp_path, capsys
     [row] = [line for line in out.splitlines() if line.startswith("changed ")]
     assert all(name in row for name in other) and "warning" not in out + err
     assert max(losses(train_here(data_dir, run, max_steps=8, resume="auto", dry_run=True))) == 6
-
-
-def test_hellaswag_in_the_loop(data_dir, tmp_path):
-    path, settings = tmp_path / "hellaswag.jsonl", dict(max_steps=2, hellaswag_interval=2)
-    example = {"ctx": "A man", "endings": [" runs", " eats", " sits", " falls"], "label": 2}
-    path.write_text((json.dumps(example) + "\n") * 3)
-    log = train_here(data_dir, tmp_path / "a", hellaswag_file=path, **settings)
-    assert [line["n"] for line in log if line["kind"] == "hellaswag"] == [3, 3]
 
 
 @pytest.mark.parametrize("settings, message", [

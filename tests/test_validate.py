@@ -2,14 +2,13 @@
 
 import re
 import shutil
-import sysconfig
 
 import numpy as np
 import pytest
 import ranks
 import torch
 from conftest import kept, save_model, train_here
-from test_fineweb import refused
+from test_fineweb import ASYNCIO, refused
 
 import fineweb
 import validate
@@ -25,8 +24,7 @@ def shards(tmp_path_factory):
     """Byte shards of a few dozen source files."""
     folder = tmp_path_factory.mktemp("evaluate") / "data"
     settings = dict(tokenizer="bytes", out_dir=str(folder), val_tokens=100_000, shuffle_seed=1)
-    files = f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
-    fineweb.main(fineweb.Config(dataset=files, **settings))
+    fineweb.main(fineweb.Config(dataset=ASYNCIO, **settings))
     return folder
 
 
