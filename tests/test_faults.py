@@ -117,7 +117,7 @@ def test_flips_cuts_and_more_of_headers_and_token_bytes(tmp_path, name, size):
     for _ in range(40):
         data = bytearray(good)
         data[rng.randrange(min(size, len(data)))] ^= 1 << rng.randrange(8)
-        cut, longer = data[: rng.randrange(len(data))], good + b"\0"
+        cut, longer = data[: rng.randrange(len(data))], good + bytes(2)
         path.write_bytes(rng.choice([data, data, cut, longer]))
         error = refused(DataError, path.name, TokenLoader, tmp_path / "d", "train", 1, 16)
         assert error.exit_code == 3
