@@ -1,15 +1,13 @@
 """run/agreement.py: ranks that differ in settings, code or data are told before the first step."""
 
-import json
 import shutil
 
 import pytest
 import ranks
-from conftest import flags, train_each, train_here, write_manifest, write_shard
+from conftest import flags, train_each
 from test_signals import error_lines
 
 from configurator import configure
-from corpus.loader import DataError
 from run import agreement, source
 from settings import Config
 from system.errors import UserError
@@ -77,14 +75,3 @@ def test_other_code_and_another_torch_are_refused_and_other_places_are_not(monke
     monkeypatch.setattr(agreement.torch, "__version__", "1.0")
     with pytest.raises(UserError, match="torch=1.0 instead of 2."):
         agreement.settings(Config())
-
-
-@pytest.mark.fault(88)
-def test_half_made_data_is_refused(tmp_path):
-    splits = ("val", "train")
-    write_manifest([write_shard(tmp_path / f"a_{s}_000001.bin", range(200)) for s in splits])
-    path = tmp_path / "manifest.json"
-    manifest = json.loads(path.read_text()) | {"next": dict(document=1, tokens=0)}
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="half made"):
-        train_here(tmp_path, tmp_path / "run", max_steps=2)

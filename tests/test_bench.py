@@ -12,6 +12,7 @@ import torch
 from compare import take_step
 from conftest import ROOT
 from ranks import call, run
+from test_fineweb import refused
 
 import model as models
 from bench import COMMANDS, StepConfig, main
@@ -198,9 +199,7 @@ def test_the_gpu_with_the_least_memory_decides(monkeypatch):
     (["step", *TINY, "--steps=-1"], "steps=-1"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, message):
-    with pytest.raises(UserError, match=message) as error:
-        here(*words)
-    assert "\n" not in str(error.value)
+    refused(UserError, message, here, *words)
 
 
 @pytest.mark.gpu

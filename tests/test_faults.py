@@ -123,9 +123,9 @@ def test_flips_cuts_and_more_of_headers_and_token_bytes(tmp_path, name, size):
         assert error.exit_code == 3
 
 
-@pytest.mark.fault(53)
+@pytest.mark.fault(53, 88)
 @pytest.mark.parametrize("name", ["../x_train_000001.bin", "link_train_000001.bin"])
-def test_nothing_outside_a_folder_is_touched(tmp_path, name):
+def test_nothing_outside_a_half_made_folder_is_touched(tmp_path, name):
     """A link to a shard of the right digest is read, as in a hub's cache; it is not written to."""
     outside = write_shard(tmp_path / "x_train_000001.bin", range(50))
     before, folder = outside.read_bytes(), tmp_path / "d"
@@ -142,6 +142,7 @@ def test_nothing_outside_a_folder_is_touched(tmp_path, name):
     settings = manifest["settings"] | {"val_tokens": 10**9}
     progress = manifest | {"settings": settings, "next": dict(document=9, tokens=0)}
     (folder / "manifest.json").write_text(json.dumps(progress))
+    refused(DataError, "half made", TokenLoader, folder, "train", 1, 16)
     shards(folder, val_tokens=10**9)  # too few documents
     assert outside.read_bytes() == before
 

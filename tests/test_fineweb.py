@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import ranks
 import torch
@@ -111,30 +110,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(tmp_path
         assert error.exit_code == 2
         (tmp_path / "d/tokenizer.json").unlink(missing_ok=True)
     assert contents(tmp_path / "d") == before
-
-
-def test_kinds_of_files(tmp_path):
-    """A BOM or blanks in front cost no document; pandas 3 writes text as large_string."""
-    line = lambda text, **more: json.dumps({"text": text, **more}) + "\n"
-    (tmp_path / "a.txt").write_bytes(b"text file \xe9")
-    (tmp_path / "b.json").write_text("\n \n" + line("one"))
-    lines = "\ufeff" + line("jsonl one", id=1) + line("") + line("a <|endoftext|> b", id=3)
-    (tmp_path / "b.jsonl").write_text(lines)
-    for name, kind in {"d.parquet": pyarrow.string(), "e.parquet": pyarrow.large_string()}.items():
-        table = pyarrow.table({"n": [1, 2], "text": pyarrow.array([name, "last"], kind)})
-        pyarrow.parquet.write_table(table, tmp_path / name)
-    for name in ("binary.png", ".hidden", "f.csv", "README.md"):
-        (tmp_path / name).write_bytes(b"\x89\0")
-    out = tmp_path.parent / f"{tmp_path.name}-out"
-    assert "left out" in prepare(out, tmp_path, tokenizer="bytes", val_tokens=5)
-    for key in ("n", "x"):  # a number, and no field at all
-        given = dict(dataset=tmp_path / "d.parquet", tokenizer="bytes", text_key=key)
-        refused(DataError, "d.parquet.* field", prepare, f"{out}-{key}", **given)
-    texts = ["text file \ufffd", "one", "jsonl one", "a <|endoftext|> b"]
-    texts += ["d.parquet", "last", "e.parquet", "last"]
-    val, train = rebuild(texts, tokenizer.load("bytes"), 5)
-    assert np.array_equal(shard_tokens(out, "val")[0], val), "val is the first whole document"
-    assert np.array_equal(shard_tokens(out, "train")[0], train), "empty documents have no separator"
 
 
 def test_shuffle_is_numpys_permutation(tmp_path):

@@ -6,7 +6,8 @@ import math
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT, one_line
+from conftest import ROOT
+from test_fineweb import refused
 
 import plot
 from configurator import configure
@@ -155,9 +156,7 @@ def test_what_is_no_comparison(tmp_path, words, message):
     write(tmp_path / "none", training([1]))
     write(tmp_path / "nan", [*training([1]), validation(1, 2.0), *training([2], loss=None)])
     given = [word if word.startswith("--") else str(tmp_path / word) for word in words]
-    with pytest.raises(UserError, match=message) as error:
-        plot.main(configure(plot.Config, given))
-    one_line(error)
+    refused(UserError, message, plot.main, configure(plot.Config, given))
 
 
 def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
@@ -174,6 +173,4 @@ def test_pictures_and_mistakes(tmp_path, monkeypatch, capsys):
     for color in plot.LIGHT[:3]:  # each run's own
         rgb = np.array(matplotlib.colors.to_rgb(color))
         assert (np.abs(image - rgb).max(-1) < 0.02).sum() > 50
-    with pytest.raises(UserError, match="folder") as error:
-        plot.main(configure(plot.Config, ["--out=c.png"]))
-    one_line(error)
+    refused(UserError, "folder", plot.main, configure(plot.Config, ["--out=c.png"]))

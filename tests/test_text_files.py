@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from test_fineweb import contents, prepare, refused, shard_tokens, stopped_after
 
-from corpus import text_files, tokenizer
+from corpus import DataError, text_files, tokenizer
 from system.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -98,6 +99,24 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path, name):
     if code == 2:  # no hint that leads here
         refused(UserError, "1 files and links in folders left out", read, tmp_path, tmp_path)
         refused(UserError, word, read, tmp_path, f"{tmp_path}/*")
+
+
+def test_a_folder_of_many_kinds(tmp_path):
+    """A BOM or blanks in front cost no document; pandas 3 writes text as large_string."""
+    for name, kind in {"d.parquet": pyarrow.string(), "e.parquet": pyarrow.large_string()}.items():
+        table = pyarrow.table({"n": [1, 2], "text": pyarrow.array([name, "last"], kind)})
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    lines = BOM + line("jsonl one") + line("") + line("a <|endoftext|> b")
+    written(tmp_path, a__txt=b"text", b__json=b"\n \n" + line("one"), b__jsonl=lines)
+    written(tmp_path, binary__png=PNG, __hidden=PNG, f__csv=PNG, README__md=PNG)
+    texts, told = read(tmp_path, tmp_path)
+    parquet = ["d.parquet", "last", "e.parquet", "last"]
+    assert texts == ["text", "one", "jsonl one", "a <|endoftext|> b", *parquet]
+    assert "left out" in told
+    assert read(tmp_path, tmp_path, val_tokens=2)[0] == texts[1:], "val is the first whole document"
+    for key in ("n", "x"):  # a number, and no field at all
+        words, path = "d.parquet.* field", tmp_path / "d.parquet"
+        refused(DataError, words, read, tmp_path, path, text_key=key)
 
 
 def test_texts_that_look_like_records_are_texts(tmp_path):

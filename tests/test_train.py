@@ -20,6 +20,7 @@ from conftest import (
     write_manifest,
     write_shard,
 )
+from test_fineweb import refused
 
 import fineweb
 import train
@@ -246,9 +247,7 @@ def test_a_resume_with_other_settings_or_code_is_told(data_dir, tmp_path, capsys
 ])  # fmt: skip
 def test_user_errors(data_dir, tmp_path, settings, message):
     own = dict(data_dir=data_dir, out_dir=tmp_path / "run") | settings
-    with pytest.raises(UserError, match=message) as error:
-        train_here(own.pop("data_dir"), own.pop("out_dir"), **own)
-    assert "\n" not in str(error.value)
+    refused(UserError, message, train_here, own.pop("data_dir"), own.pop("out_dir"), **own)
     assert not (tmp_path / "run/log.jsonl").exists()
 
 
