@@ -108,7 +108,7 @@ def test_a_folder_of_many_kinds(tmp_path):
         pyarrow.parquet.write_table(table, tmp_path / name)
     lines = BOM + line("jsonl one") + line("") + line("a <|endoftext|> b")
     written(tmp_path, a__txt=b"text", b__json=b"\n \n" + line("one"), b__jsonl=lines)
-    written(tmp_path, binary__png=PNG, __hidden=PNG, f__csv=PNG, README__md=PNG)
+    written(tmp_path, binary__png=PNG, __hidden__txt=b"mine", f__csv=PNG, README__md=PNG)
     texts, told = read(tmp_path, tmp_path)
     parquet = ["d.parquet", "last", "e.parquet", "last"]
     assert texts == ["text", "one", "jsonl one", "a <|endoftext|> b", *parquet]
