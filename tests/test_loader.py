@@ -1,4 +1,4 @@
-"""loader.py: the order of rows against a naive numpy reference, and what is no data of a run."""
+"""loader.py: damaged shards, and the order of rows against a naive numpy reference."""
 
 import json
 import shutil
@@ -36,6 +36,25 @@ def patch(path, offset, data):
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(data)
+
+
+@pytest.mark.fault(1)
+def test_damaged_shards(data):
+    folder, _ = data
+    path = folder / "x_train_000002.bin"
+    good = path.read_bytes()
+    int32 = lambda *values: np.array(values, "<i4").tobytes()
+    for damage, words in [
+        (good[:-1], "1637 bytes.* 1638"),
+        (good + b"\0", "1639"),
+        (good[:100], "100 bytes"),
+        (b"abcd" + good[4:], "nanoGPT"),
+        (int32(20240520, 2) + good[8:], "version 2"),
+        (good[:8] + int32(-5) + good[12:], "-5"),
+    ]:
+        path.write_bytes(damage)
+        words = f"x_train_000002.bin is damaged: .*{words}"
+        assert refused(DataError, words, TokenLoader, folder, "train", 2, 8).exit_code == 3
 
 
 @pytest.mark.fault(6)
