@@ -52,7 +52,7 @@ def configure(cls, argv, check=lambda cfg: None, complete=dict):
     complete({name: value}) returns the given settings with others that follow from them.
     """
     if "--help" in argv or "-h" in argv:
-        print(describe(cls, sys.modules["__main__"].__doc__ or "", columns()))
+        print(describe(cls, sys.modules["__main__"].__doc__ or ""))
         errors.leave(0)
     hints = typing.get_type_hints(cls)
     rest = list(argv)
@@ -231,7 +231,7 @@ def without_effect(cfg, names, why):
 # -- help
 
 
-def describe(cls, doc="", width=80):
+def describe(cls, doc):
     """The --help text: `doc`, then settings by section, a class's own before those of its bases."""
     left = typing.get_type_hints(cls)  # to be shown
     sections = {}
@@ -244,7 +244,7 @@ def describe(cls, doc="", width=80):
                 section = heading[1]
             elif field and field[1] in left:
                 name, comment = field.groups()
-                option = _option(name, getattr(cls, name), left.pop(name), comment, width)
+                option = _option(name, getattr(cls, name), left.pop(name), comment)
                 sections.setdefault(section, []).append(option)
     rows = [doc.strip()]
     for section, options in sections.items():
@@ -252,16 +252,12 @@ def describe(cls, doc="", width=80):
     return "\n".join(rows)
 
 
-def columns():
-    """The width of the terminal, of 28 to 110; 80 in a pipe."""
-    return min(max(28, shutil.get_terminal_size().columns), 110)
-
-
-def _option(name, default, hint, comment, width):
+def _option(name, default, hint, comment):
     """A setting with its default, and beside it, or below, its values and its comment."""
     values = _in_words(hint)
     if "|" in values and values != "str|None":
         comment = f"{values}: {comment}"
+    width = shutil.get_terminal_size().columns
     column = 28 if width >= 60 else 4
     return textwrap.fill(
         comment,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import run
-from corpus import DataError
+from corpus import DataError, as_user_error
 from settings import TrainedConfig
 from system.errors import say
 from system.files import write_atomic
@@ -50,7 +50,9 @@ def main(cfg):
 
 def load(path=None):
     """The examples of a file; None: of the downloaded one. Raises DataError."""
-    try:
+    files = "hellaswag.py --file, train.py --hellaswag_file"
+    hint = f"; give a copy of {URL} ({files}), or train with --hellaswag_interval=0"
+    with as_user_error("no examples of HellaSwag", DataError, hint):
         if path is None and not CACHE.exists():
             with urllib.request.urlopen(URL, timeout=20) as reply:
                 data = reply.read()
@@ -59,24 +61,18 @@ def load(path=None):
             write_atomic(CACHE, data)  # several ranks may download at the same time
         path = Path(path or CACHE)
         return parse(path.read_bytes(), path)
-    except OSError as error:  # as are urllib's
-        files = "hellaswag.py --file, train.py --hellaswag_file"
-        hint = f"give a copy of {URL} ({files}), or train with --hellaswag_interval=0"
-        raise DataError(f"no examples of HellaSwag: {error}; {hint}") from None
 
 
 def parse(data, where):
     """[{"ctx", "endings", "label"}] of a file's bytes; only a newline ends a line, not U+2028."""
     examples = []
     for number, line in enumerate(data.splitlines(), 1):
-        try:
+        with as_user_error(f"{where}:{number}: not an example of HellaSwag", DataError):
             example = json.loads(line)
             label = int(example["label"])
             if label not in range(4) or len(example["endings"]) != 4:
                 raise ValueError("expected four endings, and a label from 0 to 3")
             examples.append({"ctx": example["ctx"], "endings": example["endings"], "label": label})
-        except (ValueError, LookupError, TypeError) as error:  # as of bytes that are no UTF-8
-            raise DataError(f"{where}:{number}: not an example of HellaSwag ({error})") from None
     if not examples:
         raise DataError(f"{where}: no examples in it; expected an object of JSON a line")
     return examples

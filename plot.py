@@ -230,17 +230,13 @@ def label_ends(axes, runs, x, y):
         )
 
 
-def number(value):
-    """Whether a value of a log is a finite number."""
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
 def choose_panels(runs):
     """[Panel] of what the logs hold in at least three points."""
     own = {}  # evaluations and extras
     for run in runs:
         for kind, lines in run.lines.items():
-            keys = {key for line in lines.values() for key in line if number(line[key])}
+            values = [item for line in lines.values() for item in line.items()]
+            keys = {key for key, value in values if type(value) in (int, float)}  # no text
             for key in sorted(keys):
                 if key.startswith("extras."):
                     own[key] = Panel(key.removeprefix("extras."), key, ("train", "val"))

@@ -174,7 +174,7 @@ def train(cfg, world, watch, stack):
     tokenizer = cfg.tokenizer or getattr(loader, "tokenizer", None)
     cfg = dataclasses.replace(cfg, tokenizer=tokenizer)  # recorded for sample.py
     val_loaders = validation_loaders(cfg, world) if cfg.eval_interval else []
-    agreement.data(cfg, loader, val_loaders)
+    agreement.data(loader, val_loaders)
     eot = separator(cfg, loader)
     proved = prove(Training, cfg, world, loader, eot)  # that model.py holds in these modes
     next_batch = loader.next

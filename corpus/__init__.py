@@ -4,7 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from system.errors import UserError
+from system.errors import UserError, brief
 
 # What a folder may hold in place of a tokenizer.json.
 # Each tokenizer class of transformers makes a tokenizer.json of such files in its own way.
@@ -34,8 +34,7 @@ def as_user_error(what, kind=UserError, advice=""):
         if isinstance(error, UserError) or not (panic or isinstance(error, Exception)):
             raise
         error = error.__cause__ or error  # of datasets' errors, the one that says what is wrong
-        brief = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise kind(f"{what}: {brief}{advice}") from None
+        raise kind(f"{what}: {brief(error)}{advice}") from None
 
 
 def read_json(path, kind=UserError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus import as_user_error
 from system.errors import UserError, listed, warn
 
 ALIKE = 1.03  # the most and the least tokens of runs that are compared without a word
@@ -101,7 +102,7 @@ def read(folder):
     if path.is_dir():
         path /= "log.jsonl"
     found = {}
-    try:
+    with as_user_error(f"{path} is not the log of a run"):
         *texts, _ = path.read_text().split("\n")  # behind the last newline stands what is torn
         for text in texts:
             line = json.loads(text)
@@ -112,8 +113,6 @@ def read(folder):
                 for name, lines in found.items():
                     found[name] = {at: kept for at, kept in lines.items() if at <= step}
             found.setdefault(kind, {})[step] = line
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the log of a run: {error!r}") from None
     return found
 
 

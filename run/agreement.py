@@ -52,7 +52,7 @@ def settings(cfg):
     same_on_all_ranks(own | source.BEGAN | {"torch": torch.__version__})
 
 
-def data(cfg, loader, val_loaders):
+def data(loader, val_loaders):
     """Raises UserError unless all ranks' data has rank 0's `fingerprint`, where a loader has one.
 
     val_loaders: (weight, loader) of each folder.

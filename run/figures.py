@@ -20,7 +20,7 @@ class Figures:
         self.batch_tokens = batch_tokens
         self.ranks = ranks
         self.names = None
-        self.compared = False  # the names, among the ranks
+        self.own = None  # further names, see `over_ranks`
 
     def sums(self, part, count, extras):
         """The sums of a micro-step.
@@ -47,10 +47,9 @@ class Figures:
         step. It takes one all-reduce, for which no host waits, except in the first step, when the
         ranks compare extras.
         """
-        self.own = list(own)
-        if not self.compared:
-            self.compared = True
+        if self.own is None:
             agreement.same_on_all_ranks({"extras of GPT.forward": self.names})
+        self.own = list(own)
         if isinstance(norm, DTensor):  # as PyTorch's own clipping returns it
             norm = norm.full_tensor()
         loss = totals[0].float()  # whose device and dtype all have

@@ -12,7 +12,7 @@ import model as models
 from fast import forms
 from scale import generators
 from scale.precision import DTYPES
-from system.errors import listed
+from system.errors import brief, listed
 
 # {pattern in a device's name: dense TFLOP/s in 16 bits}, from data sheets; the first one counts
 PEAK_TFLOPS = {
@@ -118,7 +118,7 @@ class ModelAnalysis:
             with operations:
                 self.flops_per_token = flops_per_token(model, cfg, operations)
         except Exception as error:  # of any type: meta tensors have no values
-            self.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.problem = brief(error)
         finally:
             forms.counting = None
         self.calls = operations.calls

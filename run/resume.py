@@ -24,7 +24,7 @@ from settings import FIXED_AT_RESUME, TOLD_AT_RESUME
 from system import files
 from system.errors import UserError, warn
 
-WRITTEN = ("log.jsonl", "config.json", "best.json", *source.KEPT)  # by a run, in its folder
+WRITTEN = ("log.jsonl", "config.json", "best.json", *source.COPIES)  # by a run, in its folder
 
 
 @dataclass

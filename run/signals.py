@@ -8,7 +8,7 @@ import time
 import torch
 
 from scale import memory, parallel
-from system.errors import UserError
+from system.errors import UserError, brief
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TWICE = 1  # s within which a second signal is the same one, from torchrun and from the scheduler
@@ -78,14 +78,9 @@ def errors_explained(cfg, world):
     except RuntimeError as error:
         # gloo's errors have no type
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
-            why = f"{first_line(error)} (timeout_s={cfg.timeout_s})"
+            why = f"{brief(error)} (timeout_s={cfg.timeout_s})"
             raise LostRank(f"lost another rank: {why}") from None
         inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
         if inner:
-            why = f"torch.compile failed ({type(inner).__name__}: {first_line(inner)})"
-            raise UserError(f"{why}; try --compile=False") from None
+            raise UserError(f"torch.compile failed ({brief(inner)}); try --compile=False") from None
         raise
-
-
-def first_line(error):
-    return str(error).strip().partition("\n")[0][:200]

@@ -12,8 +12,6 @@ from system import files
 from system.errors import UserError
 
 HERE = Path(__file__).parent.parent
-# what a run writes, in this order: copies without source.json beside them are a user's own
-KEPT = ("source.json", "model.py", "kernels.py")
 FOLDERS = (".", "corpus", "fast", "measure", "run", "scale", "system")
 
 
@@ -28,7 +26,7 @@ def digests():
 
 
 BEGAN = digests()  # what this process runs
-COPIES = {name: (HERE / name).read_bytes() for name in KEPT[1:]}
+COPIES = {name: (HERE / name).read_bytes() for name in ("model.py", "kernels.py")}
 
 
 def tag():
@@ -48,7 +46,10 @@ def differences(then):
 
 
 def record(out_dir):
-    """Writes the code that this process runs into out_dir. Raises OSError."""
+    """Writes the code that this process runs into out_dir. Raises OSError.
+
+    source.json first: copies without it beside them are a user's own.
+    """
     files.write_json(Path(out_dir) / "source.json", BEGAN)
     for name, data in COPIES.items():
         files.write_atomic(Path(out_dir) / name, data)

@@ -46,7 +46,9 @@ def attentions(model, setting, any_core=False):
     """
 
     def suits(module):
-        core = innermost(getattr(module, "core", None))
+        core = module
+        while hasattr(core, "core"):  # the innermost, which masks and remat wrap
+            core = core.core
         return core is kernels.attention or any_core and isinstance(module, models.Attention)
 
     for i, block in enumerate(model.blocks):
@@ -57,13 +59,6 @@ def attentions(model, setting, any_core=False):
             )
             raise UserError(f"{why}: see docs/experiment.md")
     return list(filter(suits, model.modules()))
-
-
-def innermost(core):
-    """The core that others, of masks or remat, are wrapped around."""
-    while hasattr(core, "core"):
-        core = core.core
-    return core
 
 
 @torch.no_grad()

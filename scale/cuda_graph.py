@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from scale import parallel
-from system.errors import UserError, listed
+from system.errors import UserError, brief, listed
 
 EAGER_STEPS = 3  # steps before the capture, in which all is compiled and allocated
 
@@ -132,10 +132,9 @@ class GraphedMicroStep:
             cause = error.__context__ or error  # where the capture then cannot be ended either
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            why = str(cause).partition("\n")[0]
             hint = "does an edit wait for the GPU, as with .item()?"
             raise UserError(
-                f"cuda_graph=True: the micro-step cannot be captured ({why}); {hint}"
+                f"cuda_graph=True: the micro-step cannot be captured ({brief(cause)}); {hint}"
             ) from cause
         grads = {p: p.grad for p in self.parameters if p.grad is not None}
         self.pool = graph.pool()

@@ -46,6 +46,11 @@ def listed(names):
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
+def brief(error):
+    """An error's type and text in one line, cut off where that is long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 # -- ranks
 
 

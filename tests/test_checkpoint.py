@@ -174,7 +174,7 @@ def test_only_our_folders_and_files_are_removed(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"kind": "train"}')
     start(tmp_path, overwrite=True)
     resume.prepare_out_dir(Config(out_dir=str(tmp_path), overwrite=True))
-    assert kept() == users | {*map(Path, source.KEPT)}
+    assert kept() == users | {*map(Path, ["source.json", *source.COPIES])}
     folder = save(tmp_path, 5)
     assert (folder / "model.py").read_bytes() == (tmp_path / "model.py").read_bytes()
 

@@ -19,7 +19,7 @@ def begin(tmp_path, monkeypatch):
         monkeypatch.setattr(source, "BEGAN", source.digests())
 
     begin()
-    copies = {name: (here / name).read_bytes() for name in source.KEPT[1:]}
+    copies = {name: (here / name).read_bytes() for name in source.COPIES}
     monkeypatch.setattr(source, "COPIES", copies)
     return here, begin
 
@@ -29,7 +29,7 @@ def test_an_edit_since_the_run_is_named(tmp_path, begin):
     assert source.warning(run) is None  # it keeps no code
     run.mkdir(parents=True)
     source.record(run)
-    assert sorted(path.name for path in run.iterdir()) == sorted(source.KEPT)
+    assert sorted(path.name for path in run.iterdir()) == sorted(["source.json", *source.COPIES])
     assert (run / "model.py").read_text() == "# model.py\n"
     tag = source.tag()
     (here / "plot.py").write_text("another")
