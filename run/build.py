@@ -213,7 +213,7 @@ def choose_fp8_layers(model):
             fast.fp8.train_in_fp8(layer)
 
 
-def compile_model(model, sharded=False):
+def compile_model(model, sharded=False, backend="inductor"):
     """Compiles a model in place: state-dict keys keep their names, all blocks share one graph.
 
     DDP's optimizer of graphs, optimize_ddp, is off: it would cut a block's graph where a bucket
@@ -235,10 +235,10 @@ def compile_model(model, sharded=False):
     }
     # FSDP2 gathers the embedding in a hook, which a compiled function would not call
     if not sharded:
-        model.embed = torch.compile(model.embed)
+        model.embed = torch.compile(model.embed, backend=backend)
     mixes = [model.mixes[layer] for layer in model.cfg.mixed_layers]
     for part in (*model.blocks, *mixes, model.head):
-        part.compile()
+        part.compile(backend=backend)
     torch.compiler.config.cache_key_tag = source.tag()
 
 

@@ -25,6 +25,7 @@ import model as models
 from corpus import as_user_error
 from optim import parts_of
 from run import source
+from run.build import compile_model
 from run.checkpoint import everywhere
 from run.pack import pack, persistent_buffers, unpack
 from scale import context_parallel, first_values, generators, memory, parallel
@@ -33,7 +34,8 @@ from system import files
 from system.errors import UserError, listed, warn
 
 MICRO_STEPS = 2
-PART = 32  # tokens of a row for each rank that shares it, of at least two
+# tokens of a row; of one for each rank that shares it: positions may act late
+ROW, PART = 64, 256
 # of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
 LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
@@ -42,7 +44,8 @@ OWN_WIDTHS = 200_000_000  # parameters, up to which a model that cannot be narro
 # attributes that `unsaved` skips, of modules and of the objects beside them (optimizers and
 # train.Training): a checkpoint holds what is in them, or the trials themselves set them
 IN_MODULES, BESIDE = ("_parameters", "_buffers"), ("state", "param_groups", "accumulation")
-OFF = {"remat": "none", "context_parallel": 1, "parallel": "ddp"}  # each mode's value without it
+# each mode's value without it
+OFF = {"compile": False, "remat": "none", "context_parallel": 1, "parallel": "ddp"}
 
 
 class NotProved(Exception):
@@ -88,7 +91,7 @@ def cropped(loader, cfg, eot):
     position = loader.state_dict()
     batches = [loader.next() for _ in range(MICRO_STEPS)]
     shortest = min(x.size(1) for x, _ in batches)
-    T = min(PART * max(2, N), shortest) // N * N
+    T = min(ROW if N == 1 else PART * N, shortest) // N * N
     found = []
     for x, y in batches:
         x, y = x[:2, :T].clone(), y[:2, :T]
@@ -168,6 +171,9 @@ class Proof:
         # an error ends this rank, for which the others may wait in a collective: torchrun ends them
         with as_user_error(why, advice=" (docs/experiment.md)"):
             self.built = self.build(cfg, self.weights)
+            if cfg.compile and self.changing and cfg.parallel == "ddp":
+                # a backward reads buffers as the forward has left them (pytorch#197039)
+                compile_model(self.built.state.model, backend="aot_eager")
             totals = self.accumulate(self.built)
             built = self.step(self.built, totals, self.plain["gradient"])
         wrong = []
@@ -240,6 +246,8 @@ class Proof:
         first_values.add_noise(self.model)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls, self.drawing = [], []
+        buffers = dict(self.model.named_buffers())
+        first = whole(buffers)
         before = []
 
         def enter(*_):
@@ -253,7 +261,9 @@ class Proof:
         for number, block in enumerate(self.model.blocks):
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(partial(leave, number))
-        return training, self.accumulate(training)
+        totals = self.accumulate(training)
+        self.changing = [name for name, b in buffers.items() if not b.equal(first[name])]
+        return training, totals
 
     def step(self, training, totals, gradients=None):
         """{one of LIMITS: {name: tensor}} of a step, after its forward and backward.
@@ -270,13 +280,15 @@ class Proof:
         norm = training.normalize_and_clip(totals)
         figures = training.figures.over_ranks(totals, norm, {})
         loss, *_ = training.figures.means(figures)
+        if loss is None:
+            raise NotProved("no target in the first tokens of a row counts")
         found = {"loss": {"this model.py": torch.tensor(loss)}}
         grads = {name: p.grad for name, p in parameters.items()}
         found["gradient"] = whole(grads)
         # under context parallelism a rank's buffers are those of its tokens
         found["buffer"] = whole(persistent_buffers(model)) if self.cfg.context_parallel == 1 else {}
         gradients = gradients or found["gradient"]
-        for places in range(3):  # rows of whole gradients, whose elements move by some places
+        for places in range(5):  # rows of whole gradients, whose elements move by some places
             for name, p in parameters.items():
                 p.grad = None
                 if gradients[name].any():
@@ -287,11 +299,11 @@ class Proof:
         found["update"] = {name: t - self.weights[name] for name, t in whole(parameters).items()}
         return found
 
-    def steps(self, training):
-        """Takes AFTER steps, UPDATES in a row by the same gradients -> the weights' checksums."""
+    def steps(self, training, count=AFTER):
+        """Takes steps, UPDATES in a row by the same gradients -> the weights' checksums."""
         model = training.state.model
         training.accumulation = 1
-        for number in range(AFTER):
+        for number in range(count):
             if number % UPDATES == 0:
                 totals = self.accumulate(training)
                 norm = training.normalize_and_clip(totals)
@@ -305,6 +317,9 @@ class Proof:
 
     def compare_resumed(self):
         """A run that goes on, and one that is restored from what it saves, bit for bit."""
+        late = self.cfg.max_steps - 2 * AFTER
+        self.built.state.step = max(self.built.state.step, late)  # what begins late has begun
+        self.steps(self.built, count=2)
         tensors, values = pack(self.built.state)
         saved = {group: whole(named) for group, named in tensors.items()}
         generators.seed(self.cfg.seed + 1)  # numpy's and Python's, too
@@ -357,7 +372,12 @@ class Proof:
             why = "a document's logits depend on the one before: tokens mix outside attn.core"
             raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
         if masked or N > 1:
-            if context_parallel.mixes_elsewhere(self.long_model(), self.eot):
+            text = torch.cat([x.flatten() for x, _ in self.batches])
+            tried = [
+                context_parallel.mixes_elsewhere(self.long_model(), self.eot, row)
+                for row in (None, text)
+            ]
+            if any(tried):
                 mode = "document_mask=True" if masked else f"context_parallel={N}"
                 raise UserError(f"{mode}: tokens mix outside attn.core (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
@@ -380,6 +400,8 @@ class Proof:
     def forward(self, x, y, seed=0):
         """(the sum of the targets' losses, logits) of the plain model."""
         generators.seed(seed)
+        for name, buffer in persistent_buffers(self.model).items():
+            buffer.copy_(self.weights[name])
         loss, count, _ = self.model(x, y, None)  # before the logits, for document masks
         return loss * count, self.model.logits(x)
 

@@ -80,6 +80,9 @@ def errors_explained(cfg, world):
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
             why = f"{brief(error)} (timeout_s={cfg.timeout_s})"
             raise LostRank(f"lost another rank: {why}") from None
+        if "finished reduction in the prior iteration" in str(error):
+            what = "the loss reached other parameters in the step before"
+            raise UserError(f"parallel=ddp: {what}; try --parallel=fsdp") from None
         inner = getattr(error, "inner_exception", None)  # of torch._dynamo's BackendCompilerFailed
         if inner:
             raise UserError(f"torch.compile failed ({brief(inner)}); try --compile=False") from None

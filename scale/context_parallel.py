@@ -62,32 +62,39 @@ def attentions(model, setting, any_core=False):
 
 
 @torch.no_grad()
-def mixes_elsewhere(model, separator):
-    """Whether tokens of a model see others elsewhere than in attn.core.
+def mixes_elsewhere(model, separator, text=None):
+    """Whether tokens of a model see others, or their place in the row, elsewhere than in attn.core.
 
-    It replaces each core, for good, by one in which a token sees itself alone, and compares the
-    logits of two rows of random tokens where they have the same ones. model: one with random
-    weights, in eval mode. separator: an id that some of the tokens have, or None.
+    It replaces each core, for good, by one in which a token sees itself alone. Compared are the
+    logits of a row with those of another that has the same tokens in part, and with those of its
+    second half alone. model: one with random weights, in eval mode. separator: an id that some of
+    the tokens have, or None. text: the row, (T,), else of random tokens.
     """
     device = parallel.device_of(model)
     T = min(model.cfg.block_size, MIXED)
-    rows = torch.randint(model.cfg.vocab_size, (2, T))
+    row = torch.randint(model.cfg.vocab_size, (T,)) if text is None else text[:T].cpu()
+    T = len(row)
     if separator is not None:
-        rows[torch.rand(2, T) < 0.2] = separator
-    same = (torch.rand(T) < 0.1).nonzero().flatten()
-    rows[1, same] = rows[0, same]
-    same = same.to(device)
+        row[torch.rand(T) < 0.2] = separator
+    other = torch.where(torch.rand(T) < 0.1, row, row[torch.randperm(T)])
+    same = row == other
+    half = T // 64 * 32  # an edit may merge two or four tokens
 
-    def own_value(q, k, v, *_, **__):
-        return v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+    def own_values(q, k, v, *_, **__):
+        mean = (k.type_as(v) + v).repeat_interleave(q.size(1) // v.size(1), dim=1)
+        return mean + q.type_as(v)
 
     for module in attentions(model, "attention", any_core=True):
-        module.core = own_value
-    found = []
-    for row in rows:
+        module.core = own_values
+
+    def logits(row, positions=None):
         generators.seed(0)  # what a forward draws is then alike
-        found.append(model.logits(row[None].to(device), same))
-    return (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
+        return model.logits(row[None].to(device), positions=positions)[0].cpu()
+
+    whole = logits(row)
+    second = logits(row[half:], torch.arange(half, T, device=device))
+    apart = (whole[half:] - second).norm(), (whole - logits(other))[same].norm()
+    return max(apart) > 1e-4 * whole.norm()
 
 
 @contextlib.contextmanager

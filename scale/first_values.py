@@ -120,7 +120,7 @@ def whole(module, prefix, given):
 
 @torch.no_grad()
 def add_noise(model):
-    """For a trial: makes weights random, since first values may be zero, and saved buffers larger.
+    """For a trial: weights are random, numbers in saved buffers larger, counters late in a run.
 
     What starts at zero would have no effect that a trial could see.
     """
@@ -131,3 +131,5 @@ def add_noise(model):
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point():
             buffer.add_(torch.rand_like(buffer), alpha=0.1)  # a variance stays positive
+        elif name in saved and not buffer.dim():
+            buffer.fill_(10**6)

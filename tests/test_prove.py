@@ -220,6 +220,78 @@ def mean_in_training():
 
 
 @edit
+def late_mean():
+    """Of weights, from 0.7 of the run on."""
+
+    def note(_, training, *__):
+        state = training.state
+        if state.step > 0.7 * training.cfg.max_steps:
+            training.mean = [p.detach().clone() for p in state.model.parameters()]
+
+    after(train.Training, "update", note)
+
+
+@edit
+def columns_of_shards():
+    """Made shorter in every fifth step, each rank by its own rows."""
+
+    def shorten(_, training, *__):
+        for p in training.state.model.parameters() if training.state.step % 5 == 0 else ():
+            if p.dim() == 2:
+                own = local(p.detach())
+                own /= 1 + own.norm(dim=0)
+
+    after(train.Training, "update", shorten)
+
+
+@edit
+def counted_shift():
+    """By the token before, the more steps a run has done."""
+
+    def shift(x, model, *_):
+        model.steps += model.training
+        return x + (model.steps / 10).clamp(max=1) * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    steps = torch.zeros((), dtype=torch.long)
+    add = lambda _, model, cfg: model.register_buffer("steps", steps.clone())
+    after(models.GPT, "__init__", add)
+    after(models.GPT, "embed", shift)
+
+
+@edit
+def scaled_by_place():
+    """Far in a row, by a token's place in what a rank has, not by its position."""
+    scale = lambda y: (torch.arange(y.size(1)) / 128).clamp(min=1).unsqueeze(-1)
+    block_forward(lambda block, y, idx: y * scale(y))
+
+
+@edit
+def read_and_changed():
+    """A buffer, in one forward: a compiled backward reads what was put there."""
+
+    def change(block, y, idx):
+        y = y / (block.size + 0.01)
+        if block.training:
+            block.size.lerp_(y.detach().abs().mean(), 0.5)
+        return y
+
+    add = lambda _, block, *__: block.register_buffer("size", torch.ones(()))
+    after(models.Block, "__init__", add)
+    block_forward(change)
+
+
+@edit
+def late_targets():
+    forward = models.GPT.forward
+
+    def changed(self, idx, targets, *others):
+        begins = torch.arange(targets.size(1)) < 64
+        return forward(self, idx, targets.masked_fill(begins, -100), *others)
+
+    models.GPT.forward = changed
+
+
+@edit
 def rows_that_grow():
     lengths = itertools.count(16, 4)
 
@@ -403,6 +475,12 @@ CASES = [
     ("late_counter", 0, {}, PASSES, "no checkpoint holds it"),
     ("late_queue", 0, {}, PASSES, "state: steps change it, and no checkpoint holds it"),
     ("mean_in_training", 2, FSDP, PASSES, "Training.mean: steps change it"),
+    ("late_mean", 0, dict(max_steps=1000), PASSES, "Training.mean: steps change it"),
+    ("columns_of_shards", 2, FSDP, "refused: parallel=fsdp", None),
+    ("counted_shift", 0, MASKED, "refused: document_mask", None),
+    ("scaled_by_place", 2, CONTEXT | LONG, "refused: context_parallel=2", None),
+    ("read_and_changed", 0, dict(compile=True), "refused: compile=True: the gradient", None),
+    ("late_targets", 0, LONG, "not proved: no target", None),
     ("rows_that_grow", 2, CONTEXT, PASSES, None),
     ("alibi", 2, CONTEXT, "refused: context_parallel=2", None),
     ("no_mean", 2, {}, PASSES, "micro-steps"),
