@@ -56,6 +56,8 @@ def export(cfg):
     print(f"wrote {wrote} in {cfg.dtype}")
     if cfg.check:
         compare(wrote, saved, cfg.dtype)
+    else:
+        print("its logits were not compared with the checkpoint's: --check does that")
 
 
 def compare(folder, saved, dtype):

@@ -127,6 +127,8 @@ class Proof:
         words = self.difference(self.cfg)
         if words:
             self.explain(words)
+        what = "each micro-batch of a rank changes it by itself (docs/experiment.md)"
+        warn(self.changing and f"{listed(self.changing)}: {what}")
         if self.cfg.save_interval or self.cfg.cuda_graph or self.cfg.dry_run:
             everywhere(self.compare_resumed)
         everywhere(self.compare_tokens)

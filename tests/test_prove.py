@@ -477,7 +477,7 @@ CASES = [
     ("mean_in_training", 2, FSDP, PASSES, "Training.mean: steps change it"),
     ("late_mean", 0, dict(max_steps=1000), PASSES, "Training.mean: steps change it"),
     ("columns_of_shards", 2, FSDP, "refused: parallel=fsdp", None),
-    ("counted_shift", 0, MASKED, "refused: document_mask", None),
+    ("counted_shift", 0, MASKED, "refused: document_mask", "steps: each micro-batch"),
     ("scaled_by_place", 2, CONTEXT | LONG, "refused: context_parallel=2", None),
     ("read_and_changed", 0, dict(compile=True), "refused: compile=True: the gradient", None),
     ("late_targets", 0, LONG, "not proved: no target", None),
