@@ -77,19 +77,19 @@ def mixes_elsewhere(model, separator, text=None):
     if separator is not None:
         row[torch.rand(T) < 0.2] = separator
     other = torch.where(torch.rand(T) < 0.1, row, row[torch.randperm(T)])
-    same = row == other
+    same = (row == other).to(device)
     half = T // 64 * 32  # an edit may merge two or four tokens
 
     def own_values(q, k, v, *_, **__):
-        mean = (k.type_as(v) + v).repeat_interleave(q.size(1) // v.size(1), dim=1)
-        return mean + q.type_as(v)
+        own = (k.type_as(v) + v).repeat_interleave(q.size(1) // v.size(1), dim=1)
+        return own + q.type_as(v)
 
     for module in attentions(model, "attention", any_core=True):
         module.core = own_values
 
     def logits(row, positions=None):
         generators.seed(0)  # what a forward draws is then alike
-        return model.logits(row[None].to(device), positions=positions)[0].cpu()
+        return model.logits(row[None].to(device), positions=positions)[0]
 
     whole = logits(row)
     second = logits(row[half:], torch.arange(half, T, device=device))

@@ -131,5 +131,5 @@ def add_noise(model):
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point():
             buffer.add_(torch.rand_like(buffer), alpha=0.1)  # a variance stays positive
-        elif name in saved and not buffer.dim():
+        elif name in saved and buffer.dtype == torch.long and not buffer.dim():
             buffer.fill_(10**6)
