@@ -2,8 +2,8 @@
 
 A narrow copy of the model, in float32 and with random weights, takes steps on a few of the run's
 own rows: plainly, and through train.Training, which builds this run and computes its steps.
-Compared are loss and gradients; the optimizer's update by equal gradients; a run that goes on, late,
-with one restored from its checkpoint, bitwise; and logits whose other documents, or later tokens,
+Compared are loss and gradients; the optimizer's update by equal gradients; a run near its end with
+one restored from its checkpoint, bitwise; and logits whose other documents, or later tokens,
 change. Looked for are values that no checkpoint holds, and tokens that mix outside attn.core over
 more tokens than these rows have. Where a mode differs, the modes are left out in turn to find it.
 An error that one raises ends the run as it would in its first step. What no proof sees, such as the
