@@ -257,7 +257,7 @@ def _option(name, default, hint, comment):
     values = _in_words(hint)
     if "|" in values and values != "str|None":
         comment = f"{values}: {comment}"
-    width = shutil.get_terminal_size().columns
+    width = min(110, shutil.get_terminal_size().columns)  # longer lines read badly
     column = 28 if width >= 60 else 4
     return textwrap.fill(
         comment,

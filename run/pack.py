@@ -134,6 +134,22 @@ def persistent_buffers(model):
     return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in held}
 
 
+@torch.no_grad()
+def add_noise(model):
+    """Makes a new model, for a trial, one that has trained, so that all of it has an effect.
+
+    Weights are random, numbers in saved buffers larger than at first, and counters a million.
+    """
+    for p in model.parameters():
+        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+        p.add_(torch.randn_like(p), alpha=scale)
+    for buffer in persistent_buffers(model).values():
+        if buffer.is_floating_point():
+            buffer.add_(torch.rand_like(buffer), alpha=0.1)  # a variance stays positive
+        elif buffer.dtype == torch.long and not buffer.dim():
+            buffer.fill_(10**6)
+
+
 def magnitudes(model):
     """Buffers with the amax of fp8's previous calls, in the model's order.
 

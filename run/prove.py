@@ -27,15 +27,15 @@ from optim import parts_of
 from run import source
 from run.build import compile_model
 from run.checkpoint import everywhere
-from run.pack import pack, persistent_buffers, unpack
-from scale import context_parallel, first_values, generators, memory, parallel
+from run.pack import add_noise, pack, persistent_buffers, unpack
+from scale import context_parallel, generators, memory, parallel
 from scale.shards import copy_into, local
 from system import files
 from system.errors import UserError, listed, warn
 
 MICRO_STEPS = 2
-# tokens of a row; of one for each rank that shares it: positions may act late
-ROW, PART = 64, 256
+ROW = 64  # tokens of a row
+PART = 256  # of a row that ranks share, for each of them: an edit may act far in a row only
 # of what is compared, relative; rounding in float32 makes 1e-6, Muon computes in bf16
 LIMITS = {"loss": 1e-4, "gradient": 1e-4, "buffer": 1e-4, "update": 0.02}
 AFTER = 9  # steps after a checkpoint, which has three: some optimizers act in every tenth
@@ -245,7 +245,7 @@ class Proof:
         self.model = training.model = training.state.model  # not in DDP
         self.fresh = unsaved(self.model)
         generators.seed(cfg.seed)
-        first_values.add_noise(self.model)
+        add_noise(self.model)
         self.weights = whole(dict(self.model.named_parameters()) | persistent_buffers(self.model))
         self.calls, self.drawing = [], []
         buffers = dict(self.model.named_buffers())
@@ -375,11 +375,8 @@ class Proof:
             raise UserError(f"document_mask=True: {why} (docs/experiment.md)")
         if masked or N > 1:
             text = torch.cat([x.flatten() for x, _ in self.batches])
-            tried = [
-                context_parallel.mixes_elsewhere(self.long_model(), self.eot, row)
-                for row in (None, text)
-            ]
-            if any(tried):
+            model = self.long_model()
+            if any(context_parallel.mixes_elsewhere(model, self.eot, row) for row in (None, text)):
                 mode = "document_mask=True" if masked else f"context_parallel={N}"
                 raise UserError(f"{mode}: tokens mix outside attn.core (docs/experiment.md)")
         if changed_by(slice(last, None))[:, :last].norm() > limit:
@@ -396,7 +393,7 @@ class Proof:
         length = min(cfg.block_size, context_parallel.MIXED)
         cfg = replace(cfg, block_size=length, dropout=0.0)
         model = models.build(cfg, self.world.device, cfg.seed).eval()
-        first_values.add_noise(model)
+        add_noise(model)
         return model
 
     def forward(self, x, y, seed=0):

@@ -20,7 +20,8 @@ from torch.nn.attention import sdpa_kernel
 import model as models
 from fast import forms
 from kernels import BACKENDS
-from scale import context_parallel, first_values, generators, parallel
+from run.pack import add_noise
+from scale import context_parallel, generators, parallel
 from scale.cuda_graph import waits
 from system.errors import UserError, warn
 
@@ -136,7 +137,7 @@ def objection(model, separator):
         KVCache(model)
         with generators.preserved(parallel.device_of(model)), torch.autocast("cpu", enabled=False):
             small = models.build(cfg, torch.device("cpu"), seed=0).eval()
-            first_values.add_noise(small)
+            add_noise(small)
             ids = torch.randint(cfg.vocab_size, (1, T))
             ids[:, ::5] = separator
             expected = small.logits(ids)[0, first:]

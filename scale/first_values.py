@@ -116,20 +116,3 @@ def whole(module, prefix, given):
             why = "has no first value, as __init__ gives none under FSDP2"
             advice = "give it one in reset_parameters() of its module (docs/experiment.md)"
             raise UserError(f"model.py: {where} {why}; {advice}")
-
-
-@torch.no_grad()
-def add_noise(model):
-    """For a trial: weights are random, numbers in saved buffers larger, counters late in a run.
-
-    What starts at zero would have no effect that a trial could see.
-    """
-    for p in model.parameters():
-        scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-        p.add_(torch.randn_like(p), alpha=scale)
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point():
-            buffer.add_(torch.rand_like(buffer), alpha=0.1)  # a variance stays positive
-        elif name in saved and buffer.dtype == torch.long and not buffer.dim():
-            buffer.fill_(10**6)
